@@ -330,11 +330,11 @@ def last_tokens(g: Graph, batch: Batch, c: HeadConfig, x: Tensor, key: str) -> T
     the last position.
 
     Raises:
-        ConfigError: The value is None, although the batch has several sequences that are not packed.
+        ConfigError: The value is null, although the batch has several sequences that are not packed.
     """
     if (padding := getattr(c, key)) is None and batch.size > 1 and not batch.packed:
         need = "the number of the padding token (pad_token_id), as the head reads the last other token of each sequence"
-        raise ConfigError(f"model.{key}: got None; allowed with head: {c.head}: {need}")
+        raise ConfigError(f"model.{key}: got null; allowed with head: {c.head}: {need}")
 
     def places(given: Mapping[str, Array]) -> Array:
         ids = given["input_ids"]

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, Validation
 from nntile_py.errors import ConfigError, raised
 from nntile_py.graph.lora import LoRA
 from nntile_py.schema import UNFILLED, Filled, Section, allowed, explained, short
+from nntile_py.yaml_text import one_line
 
 
 class ModelConfig(Section):
@@ -87,7 +88,7 @@ class ModelConfig(Section):
         whole, part = getattr(self, name), getattr(self, divisor)
         for key, size in ((name, whole), (divisor, part)):
             if not isinstance(size, int) or size < 1:
-                raise ConfigError(f"model.{key}: got {short(size)}; allowed: an integer of at least 1")
+                raise ConfigError(f"model.{key}: got {one_line(size)}; allowed: an integer of at least 1")
         if whole % part:
             small = [n for n in range(1, math.isqrt(min(whole, 2**40)) + 1) if whole % n == 0]
             fitting = ", ".join(map(str, sorted({*small, *(whole // n for n in small)})))

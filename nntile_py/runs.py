@@ -1,13 +1,18 @@
-"""Chooses the folder of a run: a new folder for a new run, the newest folder to resume a run."""
+"""Chooses the folder of a run: a new folder for a new run, the newest folder to resume a run.
 
+Checks that a folder can be written to."""
+
+import errno
 import itertools
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from nntile_py.errors import ConfigError
 from nntile_py.system import launcher
+from nntile_py.system.folders import NO_ROOM
 
 
 def run_folder(name: str, configured: str | None, option: Path | None, overwrite: bool, trains: bool = False) -> Path:
@@ -21,21 +26,48 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
         trains: Whether the command is `nntile train`, so that the message may suggest --resume.
 
     Raises:
-        ConfigError: The folder of --out or `out` is a file, or not empty, and --overwrite is not given."""
+        ConfigError: The folder of --out or `out` is a file or cannot be written to, or it is not empty and --overwrite
+            is not given."""
     asked = option or (Path(configured) if configured else None)
     folder = asked or Path("runs") / name
     if (asked or overwrite) and os.path.lexists(folder) and not folder.is_dir():
         what = "a file" if folder.is_file() else "no folder"
         raise ConfigError(f"--out: {folder} is {what}; allowed: a new or empty folder")
     if overwrite or not taken(folder):
+        check_writable("--out", folder)
         return folder
     if asked:
         on = ", --resume to go on with the run in it" if trains and (folder / "checkpoints").is_dir() else ""
         raise ConfigError(f"--out: {folder} is not an empty folder; allowed: a new or empty one{on}, or --overwrite")
     free = next(f for f in _numbered(folder) if not taken(f))
+    check_writable("--out", free)
     if launcher.leads():
         print(f"{folder} holds an earlier run; this run goes to {free} (--overwrite: to {folder})", file=sys.stderr)
     return free
+
+
+def check_writable(option: str, path: Path, folder: Path | None = None) -> None:
+    """Raise ConfigError if a command could not write its results, so that it ends before any work.
+
+    The check writes a temporary file without a name into the folder, or into the nearest folder above it that exists.
+    The root user may write into any folder by its permissions, but not into a read-only file system. A full disk is no
+    error here, since it may have room at the end of the command; neither is a broken disk, which the command reports.
+
+    Args:
+        option: The option that names the path, for the message.
+        path: A file or a folder, for the message.
+        folder: The folder into which the command writes. None: `path` is this folder.
+    """
+    if not launcher.leads():  # only rank 0 writes
+        return
+    need = "a folder to write to" if folder is None else "a file in a folder to write to"
+    folder = path if folder is None else folder
+    try:
+        with tempfile.TemporaryFile(dir=next(one for one in (folder, *folder.absolute().parents) if one.exists())):
+            pass
+    except OSError as error:
+        if error.errno not in (*NO_ROOM, errno.EIO):
+            raise ConfigError(f"{option}: {path}: {error.strerror}; allowed: {need}") from None
 
 
 def newest_run(name: str, configured: str | None, option: Path | None) -> Path:

@@ -269,7 +269,7 @@ def read_yaml(path: Path, key: str, cls: type[BaseModel]) -> dict[str, Any]:
     if not isinstance(tree, dict):
         if isinstance(tree, str) and (message := without_space(tree)):
             raise ConfigError(f"{path}: {message}")
-        what = "is empty" if tree is None else f"holds {short(tree)}"
+        what = "is empty" if tree is None else f"holds {one_line(tree)}"
         raise ConfigError(f"{path}: {what}; allowed: a mapping of {', '.join(_keys(cls))}")
     return tree
 

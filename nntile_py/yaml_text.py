@@ -134,14 +134,22 @@ def dump(value: Any, **style: Any) -> str:
     return str(yaml.dump(value, Dumper=_Dumper, **style))
 
 
+def as_written(value: Any) -> str:
+    """Return a value as a YAML file has it, on one line, such as null, true, {batch: 2} or python-stdlib.
+
+    A number, and a value that YAML lacks, such as an array, becomes repr(value)."""
+    if isinstance(value, dict | list | bool | str | None):
+        with suppress(yaml.YAMLError):
+            text = dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+            return text.removesuffix("\n").removesuffix("\n...")
+    return repr(value)
+
+
 def one_line(value: Any) -> str:
     """Return a value for a message as YAML on one line, such as {batch: 2}, cut to at most 60 characters.
 
     A text is in quotes. A value that YAML lacks, such as an array, becomes repr(value)."""
-    text = repr(value)
-    if isinstance(value, dict | list | bool | None):
-        with suppress(yaml.YAMLError):
-            text = dump(value, default_flow_style=True, width=10**6).removesuffix("\n").removesuffix("\n...")
+    text = repr(value) if isinstance(value, str) else as_written(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

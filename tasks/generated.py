@@ -70,7 +70,7 @@ class Generated(Op):
         forms: a cache of the operators' scalar forms.
     """
 
-    colours: ClassVar = {"forward": "#8da0cb", "backward": "#e78ac3"}
+    colours: ClassVar = {"forward": "#8da0cb", "backward": "#7c4dff"}
 
     def __init__(self, members: Sequence[Op], kept: Collection[Tensor], forms: Forms | None = None) -> None:
         self.members: list[Op] = []

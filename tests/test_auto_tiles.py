@@ -17,6 +17,8 @@ from rich.console import Console
 from test_loop import TREE, metrics, nntile
 
 from nntile_py import cli
+from nntile_py.analysis.analysis_report import movement
+from nntile_py.analysis.operators import analyse
 from nntile_py.analysis.plan import plan
 from nntile_py.config import builders, kept_tiles
 from nntile_py.config.builders import auto_tiles, keep_measured, search_for, step_spec, uncut, with_tiles
@@ -285,12 +287,40 @@ def test_a_plan_shows_the_estimates() -> None:
     console.print(made.render())
     assert isinstance(console.file, io.StringIO)
     assert "{batch: 3} (auto: estimated)" in console.file.getvalue()
-    assert made.workers == "2 CPU workers of 100 Gflop/s and 10 GB/s"
+    assert made.workers == "2 CPU workers of 100 Gflop/s and 10 GB/s each"
     given = plan(of("tiles={batch: 3}"))  # with default rates
-    assert given.workers == "2 CPU workers of 50 Gflop/s and 5 GB/s" and given.step_seconds > made.step_seconds
+    assert given.workers == "2 CPU workers of 50 Gflop/s and 5 GB/s each" and given.step_seconds > made.step_seconds
     assert "tilings" not in plan(of("tiles={batch: 3}")).to_dict()
     alone = plan(of(workers=1)).tilings
     assert alone and (alone.kept.tiles, alone.searched) == ({}, None)
+
+
+@pytest.mark.parametrize(("sets", "rates"), [((), "200 Gflop/s and 20"), (("tiles={batch: 3}",), "100 Gflop/s and 10")])
+def test_an_analysis_has_the_rates_of_the_plan(sets: tuple[str, ...], rates: str) -> None:
+    config = of(*sets)
+    made = analyse(config)
+    *_, line = movement(made)
+    source = "not measured: the device model of plans" if sets else "measured for `tiles: auto`, as in plans"
+    assert line == f"Peak: {plan(config).workers}, {rates} GB/s in all ({source})."
+
+
+@pytest.mark.parametrize(
+    ("sets", "wanted"),
+    [
+        ((), "Try: a larger `train.batch`: by the plan, a task takes "),
+        (("tiles={embed: 64}",), "Try: larger tiles.embed, or a larger `train.batch`: by the plan, a task takes "),
+        (("train.batch=1", "train.seq=2048", "model.heads=1", "model.embed=64"), "Try: a larger `train.batch`: by"),
+        (("train.seq=2048", "tiles={}"), "Try: smaller tiles: by the plan, 1."),
+        (("train.seq=2048", "tiles={batch: 1}"), "Try: more workers: products"),
+        (("train.seq=2048", "tiles={}", "precision=fp64", "runtime.cpus=1"), "Try: smaller tiles with more workers: "),
+    ],
+)
+def test_advice_at_the_arithmetic_limit(sets: tuple[str, ...], wanted: str) -> None:
+    """More workers are no use for short tasks, nor where few tasks can run at once."""
+    config = of("profile.peak_flop=1e9", "profile.peak_bytes=1e12", "optimizer.name=sgd", *sets)
+    *_, line = analyse(config).conclusion()
+    assert line.startswith(wanted), line
+    assert line.endswith("`precision: fp32`.") == ("precision=fp64" in sets)
 
 
 def test_a_model_without_a_loss_stays_uncut(cache: Path) -> None:
@@ -350,6 +380,30 @@ def test_a_clear_winner_of_a_sweep_is_kept(tmp_path: Path, monkeypatch: pytest.M
     assert auto_tiles(of()).how == MEASURED
     monkeypatch.setattr(kept_tiles, "replace_file", replace)
     assert "is not kept for `tiles: auto`, as the cache" in autotune.keep_winner(searched, rows(2.0, 3.0, 1.0))
+
+
+def test_a_search_of_a_small_model_uses_its_budget(tmp_path: Path) -> None:
+    """All tilings have short tasks: the best are measured, and count as measured, not as pruned."""
+    (tmp_path / "c.yaml").write_text(of("tiles={}").to_yaml())
+    out = io.StringIO()
+    searched = autotune.search(tmp_path / "c.yaml", [], 3, Console(file=out, width=300))
+    points = searched.sweep.list_ or []
+    count, chosen = len(searched.tilings), [tuple(point.values()) for point in points]
+    first, second = out.getvalue().splitlines()[-2:]
+    assert len(chosen) == len({*chosen}) == 3 and not any(chosen[0])  # the config's own tiling is the uncut one
+    assert first.startswith(f"{count} tilings planned; pruned: {count} for tasks shorter than 10 times")
+    assert first.endswith(". As all are pruned, those with the shortest planned steps are measured")
+    assert second == "3 tilings will be measured, in 3 rounds; --budget N sets their number"
+    assert {tiling.key for tiling in searched.tilings if not tiling.pruned} == {*chosen}
+    rows = [{"sets": point, "status": "ok", "seconds": 1.0 + k, "times": [1.0 + k] * 3, "seconds_min": 1.0 + k,
+             "seconds_max": 1.0 + k, "measure": {}} for k, point in enumerate(points)]  # fmt: skip
+    legend = autotune.draw_search(searched, rows, "").axes[0].get_legend()
+    assert legend
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names[0] == "kept (3)" and names[1].endswith(f" their overhead ({count - 3})") and names[2] == "measured (3)"
+    out = io.StringIO()
+    autotune.search(tmp_path / "c.yaml", [], 500, Console(file=out, width=300))
+    assert "fewer than --budget 500, as no other tiling is worth a measurement" in out.getvalue()
 
 
 def test_the_command_prints_the_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -267,7 +267,7 @@ def test_options_that_are_wrong(python: Python, arguments: str, message: str) ->
 
 
 def test_a_gpt2_of_other_parts_is_not_the_plain_one() -> None:
-    with pytest.raises(ConfigError, match=r"model\.tie_embeddings: got False; allowed with --peer ddp: True"):
+    with pytest.raises(ConfigError, match=r"model\.tie_embeddings: got false; allowed with --peer ddp: true"):
         check_peer(config("model.tie_embeddings=false"), "ddp")
 
 

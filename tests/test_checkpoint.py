@@ -25,6 +25,7 @@ from nntile_py.checkpoint.run_folder import Metrics, RunFolder, check_replaced, 
 from nntile_py.checkpoint.writer import error_text
 from nntile_py.errors import ConfigError, NNTileError
 from nntile_py.system.folders import exchange, mark, replace_file
+from nntile_py.training.run_start import check_folders
 
 FACTS: dict[str, Any] = {"model": None, "trainer": {}}
 
@@ -496,8 +497,14 @@ def test_folders_that_others_train_into(tmp_path: Path) -> None:
     for wanted in ({"replaces": True}, {"new": True}):
         with pytest.raises(ConfigError, match="another process is training into"):
             RunFolder(tmp_path / "run", **wanted)
-    with pytest.raises(ConfigError, match="another process is training into"):
+    with pytest.raises(ConfigError, match="--out: another process is training into"):
         check_unlocked(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"--resume: another process is training into .*; allowed: to wait until"):
+        RunFolder(tmp_path / "run")
+    with pytest.raises(ConfigError, match="--resume: another process is training into"):
+        check_folders(tmp_path / "run", None, False, tmp_path / "run")
+    with pytest.raises(ConfigError, match="--out: another process is training into"):
+        check_folders(tmp_path / "run", None, False, tmp_path / "other")
     with pytest.raises(ConfigError, match="--resume: another process is training into"):
         candidates_in(tmp_path / "run")
     run.close()

@@ -114,6 +114,16 @@ def test_init_from_a_folder(folder: Path) -> None:
     assert (config.model.embed, config.tokenizer.size()) == (8, 260)
 
 
+def test_init_with_a_text(folder: Path) -> None:
+    """The sample begins a document, not a function in Python."""
+    Path("long.txt").write_text("some prose " * 100)
+    for sets, prompt in {("data.source=long.txt",): "", ("data.source=long.txt", "sample.prompt=Once"): "Once"}.items():
+        text = initial("x.yaml", "gpt2", sets)
+        Path("x.yaml").write_text(text)
+        assert "__init__" not in text.replace("`def __init__(self`", "") and load("x.yaml").sample.prompt == prompt
+    assert "  prompt: def __init__(self\n" in initial("x.yaml", "gpt2")
+
+
 def test_config_prints_what_loads_to_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sets = ["fusion=false", "optimizer.lr=3e-3"]
     assert nntile("config", ROOT / "experiments/gpt2_tiny.yaml", "--set", sets[0], "--set", sets[1]) == 0

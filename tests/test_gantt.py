@@ -1,6 +1,6 @@
 """The Gantt: its area is work, its colours are of kinds."""
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -54,3 +54,13 @@ def test_a_kind_has_one_colour_in_all_gantts() -> None:
     assert {"AdamW", "SGD"} < gantt.fixed_colours().keys()
     every = [*gantt.fixed_colours().values(), *gantt.SPARE, gantt.OTHER]
     assert len(set(every)) == len(every)
+
+
+@pytest.mark.parametrize("own", [["Rotary backward"], ["Rotary backward", "Rotary forward", "RMSNorm forward"]])
+def test_kinds_of_a_step_have_different_colours(own: list[str]) -> None:
+    """Kinds with a spare colour differ from all others, as do those of a usual step from each other."""
+    kinds = [f"{name} backward" for name in ("AttentionGrad", "Contract", "Generated", "LayerNormGrad")]
+    kinds += [f"{name} forward" for name in ("Attention", "Contract", "Generated", "LayerNorm")]
+    colours = gantt._colours([*kinds, *own, "AdamW"])
+    assert min(gantt.difference(a, b) for a, b in combinations(colours, 2)) > 100
+    assert gantt.difference("#000000", "#ffffff") > 700 and gantt.difference("#112233", "#112233") == 0

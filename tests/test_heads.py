@@ -262,7 +262,7 @@ def test_what_a_head_is_not_given(runtime: nt.Runtime) -> None:
     with pytest.raises(nt.ConfigError, match=r"batch: got 5; allowed: a multiple of model.choices = 2"):
         nt.Trainer(nt.models.from_hf(made("Bert", "multiple_choice").model()), 5, SEQ)
     llama = nt.models.from_hf(made("Llama", "classification").model(), padding_idx=None)
-    with pytest.raises(nt.ConfigError, match=r"model.padding_idx: got None; allowed with head: classification: .*pad_"):
+    with pytest.raises(nt.ConfigError, match=r"model.padding_idx: got null; allowed with head: classification: .*pad_"):
         nt.Trainer(llama, BATCH, SEQ)
     for fields, message in (
         ({"head": "question_answering", "classes": 3}, r"model.classes: got 3; allowed: 2 with head: question_an"),

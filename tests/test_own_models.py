@@ -419,7 +419,7 @@ WRONG_CONFIGS = {
     "check_size of an unknown field": ("def model_post_init(self, _):\n        self.check_size('embed', 'heds')",
                                        "raises AttributeError in line .*heds"),
     "check_size of none": ("def model_post_init(self, _):\n        self.check_size('embed', 'vocab')",
-                           "model.vocab: got None; allowed: an integer of at least 1"),
+                           "model.vocab: got null; allowed: an integer of at least 1"),
     "a field that no YAML can hold": ("thing: object = object()", "model.thing: got .*; allowed: what config.yaml can"),
 }  # fmt: skip
 

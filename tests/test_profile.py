@@ -97,7 +97,7 @@ def test_advice_for_attention_whose_sequence_is_cut() -> None:
     """It is one kernel where the sequence is uncut, whatever `model.attention` says."""
     row = {"operator": "h*.attn Attention", "phase": "forward", "share": 0.5, "roofline": 0.1, "bound_by": "memory"}
     row |= {"estimated": False, "tflop_per_s": 1.0, "gb_per_s": 1.0}
-    for tile, named in ((16, "`tiles.seq` uncut"), (32, "if it is not (`fusion: true`")):
+    for tile, named in ((16, "`tiles.seq` uncut"), (32, "fuse it (`fusion: true`)")):
         found = diagnosis.low_roofline(
             {"operators": [row], "tiles": {"seq": {"tile": tile, "size": 32, "tiles": 32 // tile}}}
         )
@@ -118,6 +118,60 @@ def test_short_tasks_are_told_tiles_that_are_coarse_enough_at_once() -> None:
     good = {axis: a | {"good": a["tile"]} for axis, a in tiles.items()}  # as the plan sees it; the profile does not
     advice = diagnosis.report(trace_analysis.summarise(trace, PEAKS, good))[0]["advice"]
     assert "`tiles.embed: 16` (now 8)" in advice
+
+
+def advice_on(rule: str, settings: dict[str, Any], trace: Trace, tiles: Any = TILES) -> str:
+    summary = trace_analysis.summarise(trace, PEAKS, tiles) | {"settings": settings}
+    return next(found["advice"] for found in diagnosis.report(summary) if found["rule"] == rule)
+
+
+def test_advice_fits_the_config() -> None:
+    """A limit that is not set cannot be raised; nothing is advised that the run already has."""
+    limits = {"memory": 10, "cuda_memory": 10, "window": 10}
+    waiting = scheduled(independent(40), [100] * 40, fetch=50)
+    assert "runtime." not in advice_on("allocation", {}, waiting)
+    assert "or more memory (`runtime.memory`)" in advice_on("allocation", {"limits": {"memory": 10}}, waiting)
+    moving = scheduled(independent(40), [100] * 40, fetch=50, kind="CUDA")
+    first = "Place tasks where their data is (`runtime.scheduler: dmdar`), or cut along batch, which moves activations"
+    batch = {"batch": {"size": 4, "tile": 2, "tiles": 2}}
+    assert advice_on("transfers", {"gpus": 1, "plannable": False}, moving, batch) == first + " least."
+    told = advice_on("transfers", {"planned": True, "gpus": 2, "limits": limits}, moving, {})
+    assert "Place" not in told and "give more memory" not in told.partition(",")[0]
+    told = advice_on("transfers", {"planned": True, "gpus": 2, "limits": limits}, moving, batch)
+    assert told.startswith("Give more memory (`runtime.memory` or `runtime.cuda_memory`), or cut")
+    uncut = {"batch": {"size": 1, "tile": 1, "tiles": 1}}
+    assert advice_on("transfers", {"planned": True, "gpus": 2}, moving, uncut).startswith("Compute more for each byte")
+    short = scheduled(independent(400), [5] * 400, overhead=2)
+    assert "`fusion: true`" in advice_on("short-tasks", {"fused": False}, short)
+    assert "fusion" not in advice_on("short-tasks", {"fused": True}, short)
+    added = scheduled(chain(40, True), [100] * 40)
+    for accumulate, wanted in {"chain": ["tree", "redux", "commute"], "commute": ["tree", "redux"], "tree": []}.items():
+        told = advice_on("serial-chain", {"accumulate": accumulate}, added)
+        assert re.findall("tree|redux|commute", told) == wanted and "cut the summed axis" in told.lower()
+    few = scheduled(chain(40, False), [100] * 40)
+    for pack in (False, True):
+        seq = {"seq": {"size": 8, "tile": 8, "tiles": 1}, "batch": {"size": 1, "tile": 1, "tiles": 1}}
+        told = advice_on("few-tiles", {"pack": pack, "gpus": 2}, few, seq)
+        assert ("tiles.seq" in told) != pack and ("fewer workers (`runtime.cuda`)" in told) == pack
+    idle = {"idle": 0.5, "name": "CPU 0", "working": 0.5}
+    summary: dict[str, Any] = {"workers": [idle] * 2, "parallelism": 9.0, "critical_path": {"share_of_run": 0.1}}
+    for settings, wanted in (
+        ({}, ["scheduler: cpu_dmdas"]),
+        ({"gpus": 1, "limits": limits}, ["runtime.scheduler: dmdas", "runtime.window"]),
+        ({"scheduler": "dmdas"}, ["runtime.scheduler: lws"]),
+        ({"planned": True, "gpus": 2}, ["runtime.placement: scheduler"]),
+    ):
+        found = diagnosis.imbalance(summary | {"settings": settings})
+        assert found and re.findall("`(.+?)`", found[1]) == wanted
+
+
+@pytest.mark.parametrize("sets", [(), ("runtime.memory=1GiB", "runtime.window=500", "fusion=false", "accumulate=tree")])
+def test_the_settings_of_a_config(sets: tuple[str, ...]) -> None:
+    config = load("experiments/gpt2_tiny.yaml", ["scheduler=null", "runtime.cpus=2", *sets])
+    settings = recorder.settings(config, inference=True)
+    assert settings["limits"] == ({"memory": 2**30, "window": 500} if sets else {})
+    assert (settings["fused"], settings["accumulate"]) == ((False, "tree") if sets else (True, "chain"))
+    assert settings["inference"] and not (settings["gpus"] or settings["planned"] or settings["plannable"])
 
 
 def test_the_size_of_the_trace_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,11 +295,11 @@ def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
         ("optimizer.name=sgd",): "optimizer.name was adamw, is sgd",
         ("tokenizer.vocab_size=400",): "tokenizer.vocab_size was 300, is 400",
         ("data.source=my.txt",): "another training text; another held-out text; another tokenizer",
-        ("train.steps=12",): "train.steps: got 12; allowed with --resume: more",
+        ("train.steps=11",): "train.steps: got 11; allowed with --resume: more",
     }.items():
         done = nntile(tmp_path, *SHORT, "train.steps=15", *sets, arguments=(run, "--resume"))
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr, done.stderr
-        assert ("reading" in done.stdout) == ("was" not in told)  # keys are compared before the data is read
+        assert ("reading" in done.stdout) == ("another" in told)  # keys are compared before the data is read
     for arguments, told in {
         ("--resume",): "no checkpoint in runs/tiny",
         (run,): "given without --resume",
@@ -308,9 +308,10 @@ def test_another_run_is_refused(whole: Path, tmp_path: Path) -> None:
         done = nntile(tmp_path, *SHORT, arguments=arguments)
         assert done.returncode == 2 and told in done.stderr, done.stderr
     changes = "train.steps=13", "seed=7", "model.attention=naive", "train.eval_every=6", "train.eval_batches=1"
+    changes += ("train.skip_above_norm=9.5",)
     done = nntile(tmp_path, *SHORT, *changes, arguments=(run, "--resume"))
     told = "; model.attention was vendor, is naive, seed was 0, is 7, train.eval_batches was 2, is 1"
-    told += ", train.eval_every was 5, is 6, train.steps was 12, is 13\n"
+    told += ", train.eval_every was 5, is 6, train.skip_above_norm was null, is 9.5, train.steps was 12, is 13\n"
     assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
 
 
@@ -397,7 +398,28 @@ def test_weights_that_cannot_be_put_into_the_runs_folder(whole: Path, tmp_path: 
     (run / "model.safetensors").write_bytes(b"a user's")
     done = subprocess.run(again, **HOW, cwd=tmp_path, check=False)
     assert (run / "model.safetensors").read_bytes() == b"a user's"
-    assert done.returncode == 2 and "train.steps: got 13; allowed with --resume: more" in done.stderr
+    assert done.returncode == 0 and f"the weights are in {run}/checkpoints/step-000013/model" in done.stdout
+
+
+def test_a_run_that_has_trained_all_steps(whole: Path, tmp_path: Path) -> None:
+    """A loop that resumes a run until the status is 0 ends: no data is read, and the output has one line."""
+    run = shutil.copytree(whole, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    begin = [sys.executable, "-m", "nntile_py.cli", "train", "--resume"]
+    where = [str(run / "model.safetensors"), str(run / "checkpoints" / "step-000012" / "model.safetensors")]
+    for kept in where:
+        done = forks.run([*begin, str(run)], **HOW, cwd=tmp_path, check=False)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        more = "to train on, add --set train.steps=N with N above 12"
+        assert done.stdout.startswith("options of the run so far: ") and done.stdout.count("\n") == 2
+        assert done.stdout.endswith(f"\nall 12 steps are trained; the weights are in {kept}; {more}\n")
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")}.keys() == before.keys()
+        (run / "model.safetensors").unlink()
+        (run / "model.safetensors").write_text("a user's")
+    for arguments in ("--out", "other"), ("--set", "train.steps=11"):
+        done = forks.run([*begin, str(run), *arguments], **HOW, cwd=tmp_path, check=False)
+        assert done.returncode == 2 and "allowed with --resume: more" in done.stderr and "reading" not in done.stdout
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(("rank", "first"), [(0, 0.0), (1, 1.0), (1, 0.0), (1, -1.0)])
@@ -454,7 +476,7 @@ def test_a_resume_finishes_the_save_of_a_killed_run(missing: str | None, whole: 
     assert not edited or (run / "tokenizer_config.json").read_text() == "{}"
     assert {path.name for path in run.iterdir()} == {path.name for path in whole.iterdir()}
     again = forks.run([sys.executable, "-m", "nntile_py.cli", *arguments], **HOW, cwd=tmp_path, check=False)
-    assert again.returncode == 2 and "train.steps: got 12; allowed with --resume: more" in again.stderr
+    assert again.returncode == 0 and f"the weights are in {run}/model.safetensors" in again.stdout, again.stderr
 
 
 @pytest.mark.few(1)

@@ -107,7 +107,7 @@ def test_decoders_learn_from_tables(tmp_path: Path, kind: str, key: str) -> None
         sizes = {"type": kind, "layers": 1, "embed": 16, "heads": 2, "ffn": 24, "head": "classification"}
         return load(write(tmp_path, model=sizes | fields))
 
-    with pytest.raises(ConfigError, match=f"model.{key}: got None; allowed with head: classification: the"):
+    with pytest.raises(ConfigError, match=f"model.{key}: got null; allowed with head: classification: the"):
         check_objective(config := made(), step_spec(config))
     with pytest.raises(ConfigError, match=rf"model.{key}: got 9; allowed: 1, the tokenizer's \[PAD\]"):
         dataset(made(**{key: 9}))

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +18,14 @@ from conftest import Python
 from PIL import Image
 from test_loop import metrics, nntile
 
+from nntile_py.config.run_config import resolve
+from nntile_py.data.tokenization import train_tokenizer
 from nntile_py.errors import ConfigError
 from nntile_py.system import pages
 from nntile_py.training.curves import Curves, curves_of, draw_losses, save_curve, smoothed, terminal_curve
 from nntile_py.training.loggers import Loggers
 from nntile_py.training.run_comparison import differences, parameters, read_run
-from nntile_py.training.run_report import report_page
+from nntile_py.training.run_report import changed_keys, report_page
 
 LINES = [
     {"step": k, "loss": 8 - 0.05 * k, "lr": 0.01, "tokens_per_s": 100.0, "step_time_s": 2.0, "data_wait_s": 0.01}
@@ -137,6 +140,9 @@ def test_compare(runs: tuple[Path, Path], tmp_path: Path, python: Python) -> Non
     code = f"import sys; sys.argv = ['nntile', *{command!r}]; from nntile_py.cli import main; main()"
     done = python(code)
     assert done.returncode == 0, done.stderr
+    losses = [smoothed([line["loss"] for line in metrics(run)])[-1] for run in runs]
+    assert re.search(rf"training loss, smoothed +{losses[0]:.4f} +{losses[1]:.4f}", done.stdout)
+    assert not re.search("^ *loss ", done.stdout, re.M)
     assert re.search(r"optimizer\.lr +0\.01 +0\.02", done.stdout) and "train.steps" not in done.stdout
     assert "one: training" in (tmp_path / "c.svg").read_text() or (tmp_path / "c.svg").stat().st_size > 10_000
     found = json.loads(python(code.replace("'compare'", "'compare', '--json'")).stdout)
@@ -144,6 +150,7 @@ def test_compare(runs: tuple[Path, Path], tmp_path: Path, python: Python) -> Non
     assert first["run"] == "one" and first["steps"] == 22 and first["best_step"] in (0, 11, 22)
     of = read_run(runs[0]).config
     assert first["tokens"] == 22 * of["train.batch"] * of["train.seq"] * of["train.grad_accumulation"]
+    assert first["smoothed_loss"] == losses[0] and "loss" not in first
     assert first["held_out_loss"] == metrics(runs[0])[-1]["held_out_loss"]
     assert found["differences"]["optimizer.lr"] == [0.01, 0.02]
 
@@ -168,7 +175,8 @@ def test_parameters_and_differences(tmp_path: Path) -> None:
 
 def test_report(runs: tuple[Path, Path]) -> None:
     page = report_page(read_run(runs[0]))
-    for text in ("Run one", "Throughput", "Norm of the gradient", "prefers-color-scheme: dark", "optimizer.lr"):
+    names = "Run one", "<td>training loss, smoothed</td>", "Throughput", "Norm of the gradient", "optimizer.lr"
+    for text in (*names, "prefers-color-scheme: dark"):
         assert text in page
     assert page.count("<svg") >= 4
     lines = metrics(runs[0])
@@ -179,6 +187,43 @@ def test_report(runs: tuple[Path, Path]) -> None:
     assert not outside, "the page loads from elsewhere"
     changed = page[page.index("Keys that differ") : page.index("All keys")]
     assert "train.eval_every" in changed and "runtime.window" not in changed
+
+
+def test_a_report_lists_only_keys_that_were_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that follow from other keys, or that a folder of model.from has, are not listed. Values are YAML."""
+    monkeypatch.chdir(tmp_path)
+    shape = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 200, "vocab_size": 270}
+    Path("saved").mkdir()
+    Path("saved/config.json").write_text(json.dumps(shape | {"n_inner": None, "activation_function": "gelu_new"}))
+    Path("saved/model.safetensors").touch()
+    train_tokenizer(["some text"], 260).save("saved/tokenizer.json")
+    Path("my.txt").write_text("a text")
+    tree: dict[str, Any] = {"data": {"source": "my.txt"}, "train": {"batch": 2, "seq": 16, "steps": 4, "pack": True}}
+    sizes = {"type": "gpt2", "layers": 1, "embed": 8, "heads": 2}
+    tokenizer = {"tokenizer": {"path": "saved/tokenizer.json"}}
+    cases: list[tuple[dict[str, Any], dict[str, tuple[str, str]]]] = [
+        ({"model": sizes}, {}),
+        ({"model": sizes, "tokenizer": {"vocab_size": 300}}, {"tokenizer.vocab_size": ("300", "4096")}),
+        ({"model": sizes | {"vocab": 4099, "positions": 32}, "sample": {"prompt": "Once"}},
+         {"model.vocab": ("4099", "null"), "model.positions": ("32", "null"), "sample.prompt": ("Once", "null")}),
+        ({"model": sizes} | tokenizer, {"tokenizer.path": (str(tmp_path / "saved/tokenizer.json"), "null")}),
+        ({"model": {"from": "saved", "lora": {"rank": 4, "targets": ["c_attn"]}}},
+         {"model.from": (str(tmp_path / "saved"), "null"), "model.lora.rank": ("4", "")}),
+        ({"model": sizes, "fusion": False, "sample": {"top_k": None}}, {"sample.top_k": ("null", "40")}),
+    ]  # fmt: skip
+    required = {"model.type", "model.layers", "model.embed", "model.heads", "train.batch", "train.seq", "train.steps"}
+    for number, (own, wanted) in enumerate(cases):
+        run = Path(f"run{number}")
+        shutil.copytree("saved", run)
+        (run / "config.yaml").write_text(resolve(tree | own, [], "tree").to_yaml())
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+        changed = {key: values for key, *values in changed_keys(read_run(run)) if not key.startswith("fusion.")}
+        assert changed.pop("train.pack") == ["true", "false"] and changed.pop("data.source")[0] == f"{tmp_path}/my.txt"
+        shown = {key: tuple(values) for key, values in changed.items() if key not in required and "lora." not in key}
+        assert shown == {key: values for key, values in wanted.items() if "lora." not in key}, number
+        assert all(key in changed for key in wanted)
+        page = report_page(read_run(run))
+        assert ">null<" in page and "None" not in page and "False" not in page
 
 
 def luminance(colour: str) -> float:

@@ -13,7 +13,7 @@ from nntile_py.analysis import draw
 from nntile_py.analysis.counts import Counts
 from nntile_py.analysis.operator_row import OperatorRow, bound_by_memory
 from nntile_py.analysis.operators import Analysis, unfused
-from nntile_py.analysis.roofline import Peak
+from nntile_py.analysis.roofline import Peak, rates_text
 from nntile_py.errors import NNTileError
 from nntile_py.system.console_tables import csv_text, plain_table
 from nntile_py.system.folders import replace_file
@@ -176,9 +176,12 @@ def movement(analysis: Analysis) -> list[str]:
     if t["all"]["seconds"] and t["fused"]["seconds"]:
         a, b = t["all"]["seconds"] * 1e3, t["fused"]["seconds"] * 1e3
         lines.append(f"Operators, each run by itself, take {a:,.1f} ms before fusion, {b:,.1f} ms after it.")
-    flop = "unknown" if peak.flop is None else f"{peak.flop / 1e9:,.0f} Gflop/s"
-    size = "unknown" if peak.bytes is None else f"{peak.bytes / 1e9:,.1f} GB/s"
-    return [*lines, f"Peak of all workers: {flop}, {size} ({peak.source})."]
+    count = analysis.config.workers
+    each = rates_text(analysis.config, peak.flop and peak.flop / count, peak.bytes and peak.bytes / count)
+    every = ""
+    if peak.flop is not None and peak.bytes is not None and count > 1:
+        every = f", {peak.flop / 1e9:,.0f} Gflop/s and {peak.bytes / 1e9:,.0f} GB/s in all"
+    return [*lines, f"Peak: {each}{every} ({peak.source})."]
 
 
 def write(analysis: Analysis, folder: Path) -> list[Path]:

@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nntile_py.analysis.roofline import Peak
-from nntile_py.config.builders import tiling
+from nntile_py.analysis.tile_advice import own_cost
+from nntile_py.analysis.workloads import build
+from nntile_py.config.builders import planned_speed, tiling
+from nntile_py.config.sections import AUTO_TILES
+from nntile_py.graph.estimate import estimate
 from nntile_py.tasks.op import CATEGORIES, CONTRACTION
 
 if TYPE_CHECKING:
     from nntile_py.analysis.operator_row import OperatorRow
+    from nntile_py.analysis.workloads import Work
     from nntile_py.config.run_config import RunConfig
 
 MUCH = 0.15  # a cause that takes at least this share of the time gets advice
@@ -20,8 +25,8 @@ LOW_PEAK = 0.5  # products below this share of the peak flop/s gain from larger 
 LONGEST = 3  # number of operators that the conclusion names
 
 
-def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig) -> list[str]:
-    """Return the conclusion of an analysis as sentences. rows: the operators after fusion."""
+def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig, work: Work) -> list[str]:
+    """Return the conclusion of an analysis as sentences. rows: the operators of the workload `work` after fusion."""
     seconds = {row.name: row.least_seconds(peak) for row in rows}
     total = math.fsum(seconds.values())
     if not total or math.isnan(total):
@@ -39,6 +44,8 @@ def conclusion(rows: Sequence[OperatorRow], peak: Peak, config: RunConfig) -> li
         f"Most of it is {first.mark} {first.name}: {share:.0%}. The longest operators: {named}.",
     ]
     advice = [text for text in _advice(rows, seconds, total, peak, config, timed) if text]
+    if not advice and memory <= 0.5:
+        advice = [_at_arithmetic_limit(config, work)]
     return [*lines, f"Try: {'; '.join(advice)}." if advice else "Nothing stands out that a key of the config changes."]
 
 
@@ -84,6 +91,25 @@ def _advice(
         advice.append(f"{larger}: products below {LOW_PEAK:.0%} of the peak take {share(slow):.0%} of the time")
     if config.runtime.cuda and config.precision in ("fp32", "tf32"):
         advice.append("`precision: bf16`, which halves the bytes and makes products faster")
-    if not advice and share(moving) <= 0.5:
-        advice.append("more workers, or a lower precision: products are at the arithmetic limit")
     return advice
+
+
+def _at_arithmetic_limit(config: RunConfig, work: Work) -> str:
+    """Return advice for a workload that arithmetic bounds: larger tasks, more tasks at once, or more workers.
+
+    The plan of the workload decides which of them. With `tiles: auto`, there is no advice on tiles."""
+    lower = ", or `precision: fp32`" if config.precision == "fp64" else ""
+    auto = config.tiles == AUTO_TILES
+    cut = [] if auto else [f"tiles.{axis}" for axis in tiling(config).tiles]
+    larger = f"larger {', '.join(cut)}, or a larger `train.batch`" if cut else "a larger `train.batch`"
+    if work == "train" and own_cost(config).far_too_fine:  # listing so many tasks takes too long
+        return f"{larger}: tasks are shorter than the runtime's overhead for them"
+    planned = estimate(build(config, work).lists, config.workers, config.runtime.cuda != 0, planned_speed(config))
+    if planned.mean_task < planned.speed.good:
+        each, overhead = planned.mean_task * 1e6, planned.speed.overhead * 1e6
+        return f"{larger}: by the plan, a task takes {each:,.0f} us, and the runtime {overhead:,.0f} us for each task"
+    if planned.parallelism < 1.25 * max(config.workers, 2):
+        more = "a larger `train.batch`" if auto and config.workers > 1 else "smaller tiles"
+        more += " with more workers" * (config.workers == 1)
+        return f"{more}: by the plan, {planned.parallelism:.1f} tasks can run at once on average{lower}"
+    return f"more workers{lower}: products are at the arithmetic limit"

@@ -67,7 +67,7 @@ class Analysis:
 
     def conclusion(self) -> list[str]:
         """Return sentences: whether memory bounds the workload, its longest operators, and advice on the config."""
-        return conclusion(self.groups, self.peak, self.config)
+        return conclusion(self.groups, self.peak, self.config, self.work)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nntile_py.analysis.plan_room import Alternative, Evictions, evictions, refusal
+from nntile_py.analysis.roofline import rates_text
 from nntile_py.analysis.simulate import planned_seconds
 from nntile_py.config.builders import auto_tiles, micro_batches, search_for, step_spec, with_micro_batches
 from nntile_py.config.kept_tiles import KeptTiling
@@ -276,8 +277,6 @@ def summarise(step: Step, speed: Speed | None = None, *, config: RunConfig) -> P
     for lowering, times in parts:
         sums.add_tasks(lowering, times, of.speed, outputs=lowering is step.first)
     seconds, moved = _seconds(config, lists, of, step.peak_bytes())
-    kind = ("GPU" if gpu else "CPU worker") + "s" * (config.workers > 1)
-    each = f"{of.speed.flop_s / 1e9:,.0f} Gflop/s and {of.speed.bytes_s / 1e9:,.0f} GB/s"
     rows, every = sums.rows, sum(sums.torch_calls.values())
     slowest = sorted(sums.torch_calls.items(), key=lambda item: -item[1])
     return Plan(
@@ -292,7 +291,7 @@ def summarise(step: Step, speed: Speed | None = None, *, config: RunConfig) -> P
         state_bytes=sum(step.kept_tiles().values()),
         task_seconds=of.mean_task,
         step_seconds=seconds,
-        workers=f"{config.workers} {kind} of {each}",
+        workers=rates_text(config, of.speed.flop_s, of.speed.bytes_s),
         digest=step.first.tasks.digest(),
         axes=_axes(step),
         captured=issubclass(find(config.model.type), TorchModule),

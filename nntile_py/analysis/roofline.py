@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nntile_py.config.builders import planned_speed
 from nntile_py.graph.step import TILE_DTYPE
 from nntile_py.system.units import counted
 from nntile_py.tiles import device_model
@@ -64,8 +65,17 @@ def assumed_peak(config: RunConfig) -> Peak:
     count, own = config.workers, config.profile
     if own.peak_flop and own.peak_bytes:
         return Peak(own.peak_flop, own.peak_bytes, "config").of_workers(count)
-    gpu = config.runtime.cuda != 0
-    speed = device_model.worker(TILE_DTYPE[config.precision], gpu)
-    workers = counted(count, "GPU" if gpu else "CPU worker")
-    source = f"not measured: the device model of plans, for {workers}"
+    speed = planned_speed(config)
+    assumed = speed == device_model.worker(TILE_DTYPE[config.precision], config.runtime.cuda != 0)
+    source = "not measured: the device model of plans" if assumed else "measured for `tiles: auto`, as in plans"
     return Peak(speed.flop_s, speed.bytes_s, source).of_workers(count)
+
+
+def rates_text(config: RunConfig, flop: float | None, size: float | None) -> str:
+    """Return the rates of the config's workers as text, such as "2 CPU workers of 100 Gflop/s and 10 GB/s each".
+
+    flop, size: flop/s and bytes/s of one worker; None: unknown."""
+    workers = counted(config.workers, "GPU" if config.runtime.cuda else "CPU worker")
+    rates = "unknown Gflop/s" if flop is None else f"{flop / 1e9:,.0f} Gflop/s"
+    rates += " and unknown GB/s" if size is None else f" and {size / 1e9:,.0f} GB/s"
+    return f"{workers} of {rates}{' each' if config.workers > 1 else ''}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from nntile_py.checkpoint.format import STATE, checkpoint_folder, checkpoints_in, free_name
 from nntile_py.system.folders import read, sync, temporary_name, temporary_names
+from nntile_py.yaml_text import as_written
 
 BEST = "best"  # name of the link
 LOSS = "held_out_loss"  # entry of state.json: the loss that was measured with the checkpoint's weights
@@ -143,7 +144,8 @@ def changed_conditions(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     (_, *before), (_, *after) = _conditions(old), _conditions(new)
     keys = "seed", *(f"train.{key}" for key in _CONDITIONS)
     values = zip(keys, (before[0], *before[1]), (after[0], *after[1]), strict=True)
-    return ", ".join(f"{key} was {first}, is {now}" for key, first, now in values if first not in (None, now))
+    changes = [(key, as_written(first), as_written(now)) for key, first, now in values if first not in (None, now)]
+    return ", ".join(f"{key} was {first}, is {now}" for key, first, now in changes)
 
 
 def _conditions(facts: Mapping[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from nntile_py.system.folders import read
 from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles import AXES
 from nntile_py.tiles.tiling import is_tile_size
+from nntile_py.yaml_text import as_written
 
 # Keys of the config that may change when a run resumes, without a report. Keys of `data` are among them, because the
 # hashes of the tokens show whether the text has changed, see data_facts.
@@ -228,7 +229,7 @@ def check_same_config(point: ResumePoint, config: RunConfig) -> str:
         raise ConfigError(f"--resume: got {point.folder}, which trainer.save wrote; allowed: {need}")
     old, new = flattened(point.facts["config"]), flattened(config.model_dump(mode="json", by_alias=True))
     both = [key for key in sorted(old.keys() & new.keys()) if old[key] != new[key] and not _in(key, FREE)]
-    differences = {key: f"{key} was {old[key]}, is {new[key]}" for key in both}
+    differences = {key: f"{key} was {as_written(old[key])}, is {as_written(new[key])}" for key in both}
     refused = [text for key, text in differences.items() if _in(key, FIXED) and key != BACKEND]
     if None not in (trained := [tree.get(VOCABULARY) for tree in (old, new)]) and trained[0] != trained[1]:
         refused.append(f"{VOCABULARY} was {trained[0]}, is {trained[1]}")

@@ -76,7 +76,7 @@ class RunFolder:
         self._made = not self.path.exists()
         self._fresh = new or self._made or self.path != self.out  # True if all files in `path` are of this run
         self.path.mkdir(parents=True, exist_ok=True)
-        self._locks.append(_locked(self.path))
+        self._locks.append(_locked(self.path, "--out" if self._fresh else "--resume"))
         if new and any(self.path.iterdir()):
             self.close()
             raise ConfigError(f"--out: another process has begun to train into {out}; allowed: another folder")
@@ -180,7 +180,8 @@ def _locked(folder: Path, option: str = "--out") -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
-        raise ConfigError(f"{option}: another process is training into {folder}; allowed: another folder") from None
+        need = "to wait until that process ends" if option == "--resume" else "another folder"
+        raise ConfigError(f"{option}: another process is training into {folder}; allowed: {need}") from None
     return lock
 
 

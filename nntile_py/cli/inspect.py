@@ -20,7 +20,7 @@ from nntile_py.cli.options import (
     show,
 )  # fmt: skip
 from nntile_py.errors import ConfigError, NNTileError
-from nntile_py.runs import run_folder
+from nntile_py.runs import check_writable, run_folder
 from nntile_py.system import launcher
 
 LARGE_TRACE = 20  # megabytes; viewers are slow with larger traces
@@ -140,6 +140,7 @@ def graph(
     one_of("--level", level, ("logical", "tiles"))
     one_of("--phase", phase, draw.PHASES)
     one_of("--fusion", fusion, ("before", "after", "both"))
+    check_writable("--out", out, out.parent)
     one_of("--work", work, get_args(Work))
     what = draw.draw(
         loaded, level=level, work=cast(Work, work), layer=layer, phase=phase, fusion=fusion, folded=not every,
@@ -233,6 +234,8 @@ def layouts(
     for option, value, needed in (*of_tune, ("--out", out, "show"), ("--json", as_json, "show")):
         if value and action != needed:
             raise ConfigError(f"{option}: allowed: only with {needed}")
+    if out:
+        check_writable("--out", out, out.parent)
     loaded, of_work = _work(config, work, sets)
     if action == "tune":
         _tune(loaded, of_work, opened(loaded, database, new=True), repeats or TUNED, own)

@@ -7,7 +7,7 @@ import typer
 
 from nntile_py.cli.options import Json, Overwrite, Sets, alone, app, ends_at_ctrl_c, one_of, show
 from nntile_py.errors import ConfigError
-from nntile_py.runs import run_folder, taken
+from nntile_py.runs import check_writable, run_folder, taken
 
 
 @app.command(epilog="Example: nntile sweep --auto my.yaml --budget 4")
@@ -36,6 +36,7 @@ def sweep(
     console = Console(stderr=True)
     path, folder = Path(config), out or Path("runs") / f"sweep-{Path(config).stem}"
     kept = ""
+    check_writable("--out", folder)
 
     def after() -> str:
         started = (folder / "rows.jsonl").exists()
@@ -90,6 +91,7 @@ def experiment(
         raise ConfigError(f"--overwrite: got {name}, which continues earlier results; allowed: no --overwrite")
     else:
         folder = out or Path("runs") / own
+        check_writable("--out", folder)
 
     def after() -> str:
         if chosen.goes_on:

@@ -7,6 +7,7 @@ import typer
 
 from nntile_py.cli.options import Json, app, show
 from nntile_py.errors import ConfigError
+from nntile_py.runs import check_writable
 
 
 @app.command(epilog="Example: nntile compare runs/my_run runs/my_run-2")
@@ -28,6 +29,7 @@ def compare(
 
     if (form := out.suffix[1:]) not in FORMS:
         raise ConfigError(f"--out: got {out}; allowed: a name that ends with .{', .'.join(FORMS)}")
+    check_writable("--out", out, out.parent)
     recorded = [read_run(folder) for folder in runs]
     names = [run.name if [one.name for one in recorded].count(run.name) == 1 else str(run.folder) for run in recorded]
     other = differences([run.config for run in recorded])
@@ -63,5 +65,7 @@ def report(
     path = out or run / "report.html"
     if path.suffix != ".html":
         raise ConfigError(f"--out: got {path}; allowed: a name that ends with .html")
-    replace_file(path, report_page(read_run(run)))
+    recorded = read_run(run)
+    check_writable("--out", path, path.parent)
+    replace_file(path, report_page(recorded))
     print(f"wrote {path}")

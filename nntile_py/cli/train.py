@@ -18,7 +18,7 @@ from nntile_py.cli.options import (
     show,
 )
 from nntile_py.errors import ConfigError
-from nntile_py.runs import newest_run, run_folder, run_of, taken
+from nntile_py.runs import check_writable, newest_run, run_folder, run_of, taken
 from nntile_py.system import launcher, output
 from nntile_py.system.folders import NO_ROOM, write_new
 
@@ -199,6 +199,8 @@ def _resumed_run(
 
     loaded = load(config, overrides, newest, of_run)
     start = where or newest_run(name, loaded.out, out)
+    if out:
+        check_writable("--out", out)
     candidates_in(start)  # refuse a folder without checkpoints before any other work
     if where is None and not quiet and launcher.leads():
         print(f"resuming {start}" + (f", the newest run of {config}" if start != out else ""), flush=True)

@@ -24,6 +24,7 @@ from nntile_py.system.machine import gpus, processor
 from nntile_py.system.version import VERSION
 from nntile_py.system.worker_rates import measured_rates
 from nntile_py.tiles import Tiling, device_model
+from nntile_py.tiles.placement import Speed
 
 
 def build_model(config: RunConfig) -> Model:
@@ -151,14 +152,31 @@ def auto_tiles(config: RunConfig) -> KeptTiling:
 def search_for(config: RunConfig) -> TileSearch:
     """Return the tilings that `tiles: auto` compares, with estimates. The config's own tiles have no effect."""
     spec, ranks, gpu = _without_tiles(config), launcher.started()[1], config.runtime.cuda != 0
-    one, speed = room(config), device_model.worker(TILE_DTYPE[config.precision], gpu)
-    if not gpu and ranks == 1:
-        flop_s, bytes_s = kept_tiles(config).rates(*_measurement(config))
-        speed = replace(speed, flop_s=flop_s, bytes_s=bytes_s)
+    one, speed = room(config), _worker_speed(config)
     if ranks > 1 and not gpu and config.runtime.memory is None:
         one = replace(one, bytes=UNLIMITED)  # the ranks' machines may differ, but all ranks must choose the same tiling
     every = replace(one, bytes=ranks * one.bytes, beyond=ranks * one.beyond)
     return search_tiles(spec, ranks * config.workers, every, speed)
+
+
+def planned_speed(config: RunConfig) -> Speed:
+    """Return the rates of one worker by which the config's step is planned.
+
+    With `tiles: auto` for several CPU workers: the rates that were measured on this machine. Otherwise: those of the
+    device model."""
+    if config.tiles == AUTO_TILES and config.workers > 1:
+        return _worker_speed(config)
+    return device_model.worker(TILE_DTYPE[config.precision], config.runtime.cuda != 0)
+
+
+def _worker_speed(config: RunConfig) -> Speed:
+    """Return the rates of one worker: measured for the CPU workers of a single process, else of the device model."""
+    gpu = config.runtime.cuda != 0
+    speed = device_model.worker(TILE_DTYPE[config.precision], gpu)
+    if gpu or launcher.started()[1] > 1:
+        return speed
+    flop_s, bytes_s = kept_tiles(config).rates(*_measurement(config))
+    return replace(speed, flop_s=flop_s, bytes_s=bytes_s)
 
 
 def kept_tiles(config: RunConfig) -> KeptTiles:

@@ -16,11 +16,10 @@ from nntile_py.schema import (
     Size,
     Switch,
     absolute,
-    short,
     validated,
 )  # fmt: skip
 from nntile_py.system.folders import STDLIB
-from nntile_py.yaml_text import without_space
+from nntile_py.yaml_text import one_line, without_space
 
 PAIRS = ("anchor", "positive")  # columns of the tables of sentence-transformers
 
@@ -69,7 +68,7 @@ def _sources(given: Any) -> Any:
     if isinstance(given, str):
         return given if given == STDLIB else existing("data.source", given, f"'{STDLIB}' or")
     if not isinstance(given, list) or not given:
-        raise ConfigError(f"data.source: got {short(given)}; allowed: {_SOURCE}")
+        raise ConfigError(f"data.source: got {one_line(given)}; allowed: {_SOURCE}")
     return [_entry(f"data.source[{k}]", entry) for k, entry in enumerate(given)]
 
 
@@ -79,11 +78,11 @@ def _entry(key: str, given: Any) -> SourceEntry:
     if isinstance(given, str):
         name = given.partition(":")[0]
         if name in SourceEntry.model_fields and without_space(given) and not _exists(given):
-            got = f"{short(given)}, with no space after the colon of the key {name}"
+            got = f"{one_line(given)}, with no space after the colon of the key {name}"
             raise ConfigError(f"{key}: got {got}; allowed: {need}")
         given = {"path": given}
     if not isinstance(given, dict | SourceEntry):
-        raise ConfigError(f"{key}: got {short(given)}; allowed: {need}")
+        raise ConfigError(f"{key}: got {one_line(given)}; allowed: {need}")
     entry = validated(SourceEntry, given, f"{key}.") if isinstance(given, dict) else given
     if entry.path != STDLIB:
         entry.path = existing(f"{key}.path", entry.path, f"'{STDLIB}' or")

@@ -86,7 +86,7 @@ def _example(cls: type[Model], model: str, sets: set[str]) -> dict[str, Any]:
 
     Args:
         sets: The keys that --set sets. If `model.from` is one of them, the model's sizes and the tokenizer are left
-            out.
+            out. If `data.source` is one of them, `sample.prompt` is left out.
     """
     path = installed("experiments") / f"{model}_tiny.yaml"
     own = not path.is_file()
@@ -96,6 +96,8 @@ def _example(cls: type[Model], model: str, sets: set[str]) -> dict[str, Any]:
     if "model.from" in sets:  # sizes and tokenizer come from the folder
         tree["model"] = {}
         del tree["tokenizer"]
+    if "data.source" in sets:  # the file's prompt continues sources in Python
+        tree.get("sample", {}).pop("prompt", None)
     tree["model"]["type"] = model
     return tree
 

@@ -14,10 +14,10 @@ from nntile_py.schema import (
     Positive,
     Section,
     only,
-    short,
     validated,
 )  # fmt: skip
 from nntile_py.tasks.optimizer import OPTIMIZERS, Optimizer
+from nntile_py.yaml_text import one_line
 
 
 def _schedule(value: Any) -> str | None:
@@ -102,9 +102,9 @@ def read_optimizer(given: Any) -> Any:
         if not fields:
             continue
         if Schedule().name not in fields and all(given[key] != field.default for field in fields.values()):
-            defaults = ("null" if field.default is None else str(field.default) for field in fields.values())
+            defaults = (one_line(field.default) for field in fields.values())
             default = " or ".join(dict.fromkeys(defaults))
             need = f"{default} unless optimizer.name is {' or '.join(fields)}"
-            raise ConfigError(f"optimizer.{key}: got {short(given[key])}; allowed: {need}")
+            raise ConfigError(f"optimizer.{key}: got {one_line(given[key])}; allowed: {need}")
         given = {other: value for other, value in given.items() if other != key}
     return validated(section, given, "optimizer.")

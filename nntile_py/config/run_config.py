@@ -25,6 +25,7 @@ from nntile_py.config.sections import (
     TilesSection,
     TokenizerSection,
     TrainSection,
+    default_prompt,
 )
 from nntile_py.config.table_models import (
     CLASSIFICATION,
@@ -59,13 +60,12 @@ from nntile_py.schema import (
     section_of,
     validated,
 )
-from nntile_py.system.folders import STDLIB
 from nntile_py.system.load import cores
 from nntile_py.tasks.optimizer import OPTIMIZERS
 from nntile_py.tiles.eviction import OFFLOAD_WORDS, OFFLOADED, Offloaded, as_offload, check_disk
 from nntile_py.tiles.tasklist import Policy
 from nntile_py.tiles.worker_kinds import check_workers
-from nntile_py.yaml_text import dump
+from nntile_py.yaml_text import dump, one_line
 
 _OF_RUNS = ("metrics.jsonl", "checkpoints")  # beside one of these, or beside weights, config.yaml is a run's
 DEFAULT_MODEL = "gpt2"
@@ -189,8 +189,7 @@ class RunConfig(Section):
                 raise ConfigError(f"model.vocab: got {model.vocab}; allowed: at least the tokenizer's size, {size}")
         self.model = model
         if self.sample.prompt is None:
-            prompt = "def __init__(self" if self.data.source == STDLIB else ""
-            self.sample = self.sample.model_copy(update={"prompt": prompt})
+            self.sample = self.sample.model_copy(update={"prompt": default_prompt(self.data.source)})
         return self
 
     def _check_text(self) -> None:
@@ -384,7 +383,8 @@ def _model_section(given: Any) -> Any:
         given["head"], saved = head, {key: value for key, value in saved.items() if key not in cls.head_fields}
     for key in saved.keys() & given.keys():
         if given[key] != saved[key]:
-            raise ConfigError(f"model.{key}: got {given[key]!r}; allowed: {saved[key]!r}, as in {folder}/config.json")
+            got, need = one_line(given[key]), one_line(saved[key])
+            raise ConfigError(f"model.{key}: got {got}; allowed: {need}, as in {folder}/config.json")
     try:
         return _checked(cls.Config, saved | given)
     except ConfigError as error:

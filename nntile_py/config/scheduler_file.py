@@ -11,11 +11,11 @@ from nntile_py.graph.fusion import every_rule
 from nntile_py.schema import (
     assignment,
     read_yaml,
-    short,
     validated,
 )
 from nntile_py.system import launcher
 from nntile_py.system.folders import installed
+from nntile_py.yaml_text import one_line
 
 SCHEDULER_CONFIGS = installed("scheduler_configs")
 
@@ -97,7 +97,7 @@ def override(tree: dict[str, Any], item: str) -> None:
         if inner is None or (name == "tiles" and inner == AUTO_TILES):
             inner = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {item}: {name} is {short(inner)}, not a section")
+            raise ConfigError(f"--set {item}: {name} is {one_line(inner)}, not a section")
         tree[name] = inner
         tree = inner
     tree[names[-1]] = value

@@ -29,6 +29,7 @@ from nntile_py.schema import (
     number,
     only,
 )  # fmt: skip
+from nntile_py.system.folders import STDLIB
 from nntile_py.tasks.optimizer import MOST_SCALE
 from nntile_py.tiles.placement import Placement
 from nntile_py.tiles.tasklist import Policy
@@ -250,13 +251,19 @@ class SampleSection(Section):
     """A sample: text that the model generates at the end of `nntile train`."""
 
     prompt: str | None = None
-    """Text that the model continues; "" begins a document. Null: `def ` for `data.source: python-stdlib`, else ""."""
+    """Text that the model continues; "" begins a document. Null: `def __init__(self` for
+    `data.source: python-stdlib`, else ""."""
     tokens: Natural = 64
     """Tokens to generate; for a masked model: tokens of held-out text to show. 0: no sample. Classifiers have none."""
     temperature: NonNegative = 0.8
     """Temperature of sampling; 0: always the most likely token."""
     top_k: Count | None = 40
     """Sample from this many most likely tokens; null: from all tokens."""
+
+
+def default_prompt(source: Any) -> str:
+    """Return the value that replaces `sample.prompt: null`. source: the value of `data.source`."""
+    return "def __init__(self" if source == STDLIB else ""
 
 
 class DebugSection(Section):

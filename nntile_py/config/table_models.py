@@ -15,8 +15,8 @@ from nntile_py.data.tables import class_numbers, labels_of, no_numbers, unknown_
 from nntile_py.errors import ConfigError
 from nntile_py.models.hf_config import read_raw
 from nntile_py.models.registry import find
-from nntile_py.schema import short
 from nntile_py.system.folders import STDLIB
+from nntile_py.yaml_text import one_line
 
 CLASSIFICATION = "classification"  # the value of RunConfig.aim for heads in CLASSIFIERS
 CONTRASTIVE = "contrastive"  # the value of RunConfig.aim for head: sentence_embedding
@@ -34,7 +34,7 @@ def check_table(data: DataSection, head: str) -> None:
     if data.sequences != "window":
         raise ConfigError(f"data.sequences: got {data.sequences}; allowed: window, since rows are sequences")
     if key := next((name for name in ("concatenate", "messages", "prompt", "response") if getattr(data, name)), ""):
-        got = f"{short(getattr(data, key))} with model.head: {head}"
+        got = f"{one_line(getattr(data, key))} with model.head: {head}"
         raise ConfigError(f"data.{key}: got {got}; allowed: no data.{key}")
     if not isinstance(data.source, str):
         raise ConfigError(f"data.source: allowed with model.head: {head}: one path")

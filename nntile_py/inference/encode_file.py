@@ -21,6 +21,7 @@ from nntile_py.inference.encoder import HEADS, OUTPUTS, Encoder
 from nntile_py.inference.open_model import no_tokenizer
 from nntile_py.inference.sentence import has_modules
 from nntile_py.inference.texts import WrongText, placed_texts
+from nntile_py.runs import check_writable
 from nntile_py.system.folders import new_folders, remove_leftovers, replaced, reserve
 from nntile_py.system.progress import progress_bar
 from nntile_py.system.units import counted
@@ -113,6 +114,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
     if out.is_dir() or (out.exists() and not overwrite):
         what = "is a folder" if out.is_dir() else "exists already"
         raise ConfigError(f"--out: {out} {what}; allowed: the name of a new file, or --overwrite")
+    check_writable("--out", out, out.parent)
 
 
 def _write(

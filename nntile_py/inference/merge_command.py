@@ -24,6 +24,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.inference.open_model import OpenedModel, open_model
 from nntile_py.models.adapters import load_adapter, save_adapter
 from nntile_py.models.hf_config import read_json
+from nntile_py.runs import check_writable
 from nntile_py.system.folders import read, write_new
 
 
@@ -38,10 +39,11 @@ def merge(folder: Path, out: Path, adapter: Path | None, adapter_only: bool, fie
         fields: Fields of the model's config that replace the folder's, see open_model.
 
     Raises:
-        ConfigError: There are no adapters, or `out` is taken.
+        ConfigError: There are no adapters, or `out` is taken or not writable.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"OUT: {out} exists; allowed: a new or empty folder")
+    check_writable("OUT", out)
     opened = open_model(folder, fields)
     model = load_adapter(opened.model, adapter) if adapter else opened.model
     if not model.config.lora:

@@ -113,17 +113,11 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
     tilings = [
         Candidate(key, None if isinstance(plan, str) else plan, why_not(config, plan)) for key, plan in seen.items()
     ]
-    reasons = Counter(tiling.pruned for tiling in tilings if tiling.pruned)
-    pruned = ", ".join(f"{count} for {reason}" for reason, count in reasons.most_common()) or "none"
-    console.print(f"{counted(len(seen), 'tiling')} planned; pruned: {pruned}", highlight=False, soft_wrap=True)
-    # If all tilings of a small model are pruned, the best of them are measured.
-    planned = [(tiling.plan.seconds, tiling) for tiling in tilings if tiling.plan]
-    kept = [entry for entry in planned if not entry[1].pruned] or planned
-    best = [tiling.key for _, tiling in sorted(kept, key=lambda entry: entry[0])]
-    others = [key for key in best if key not in (_key(start), _key(uncut))][: max(budget - 2, 1)]
-    chosen = list(dict.fromkeys([_key(start), *others, _key(uncut)]))[:budget]
-    text = f"{counted(len(chosen), 'tiling')} will be measured, in {ROUNDS} rounds; --budget N sets their number"
-    console.print(text, highlight=False, soft_wrap=True)
+    chosen = _chosen(tilings, _key(start), _key(uncut), budget)
+    console.print(_account(tilings, chosen, budget), highlight=False, soft_wrap=True)
+    for tiling in tilings:
+        if tiling.key in chosen:  # such as the tiling of the config, which is measured in any case
+            tiling.pruned = None
     tree = {
         "config": str(path),
         "set": dict(map(assignment, sets)),
@@ -132,6 +126,34 @@ def search(path: Path, sets: list[str], budget: int, console: Console) -> Search
         "rounds": ROUNDS,
     }
     return Search(path.stem, tilings, validated(Sweep, tree), own, config)
+
+
+def _chosen(tilings: list[Candidate], start: Key, uncut: Key, budget: int) -> list[Key]:
+    """Return the tilings to measure: `start`, the most promising other tilings, and `uncut` if the budget is above 2.
+
+    If all tilings of a small model are pruned, the most promising are those with the shortest planned steps."""
+    planned = [(tiling.plan.seconds, tiling) for tiling in tilings if tiling.plan]
+    kept = [entry for entry in planned if not entry[1].pruned] or planned
+    best = [tiling.key for _, tiling in sorted(kept, key=lambda entry: entry[0])]
+    last = [uncut] if budget > 2 and uncut != start else []
+    others = [key for key in best if key not in (start, uncut)][: budget - 1 - len(last)]
+    return [start, *others, *last]
+
+
+def _account(tilings: list[Candidate], chosen: list[Key], budget: int) -> str:
+    """Return a text on the planned tilings, the pruned tilings, and those that will be measured."""
+    reasons = Counter(tiling.pruned for tiling in tilings if tiling.pruned)
+    pruned = ", ".join(f"{count} for {reason}" for reason, count in reasons.most_common()) or "none"
+    anyway = sum(tiling.pruned is not None for tiling in tilings if tiling.key in chosen)
+    text = f"{counted(len(tilings), 'tiling')} planned; pruned: {pruned}"
+    if all(tiling.pruned for tiling in tilings):
+        text += ". As all are pruned, those with the shortest planned steps are measured"
+    elif anyway:
+        text += f". {anyway} of the pruned tilings will be measured to compare with"
+    text += f"\n{counted(len(chosen), 'tiling')} will be measured, in {ROUNDS} rounds; "
+    if len(chosen) < budget:
+        return text + f"fewer than --budget {budget}, as no other tiling is worth a measurement"
+    return text + "--budget N sets their number"
 
 
 def keep_winner(searched: Search, rows: list[Row]) -> str:

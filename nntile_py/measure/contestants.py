@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nntile_py.analysis.workloads import Work
 from nntile_py.errors import ConfigError
-from nntile_py.typed import short
+from nntile_py.yaml_text import as_written, one_line
 
 if TYPE_CHECKING:
     from nntile_py.config.run_config import RunConfig
@@ -70,13 +70,14 @@ def check_peer(config: RunConfig, name: str, work: Work = "train") -> None:
     how, allowed = config.optimizer, ("adamw", "sgd")  # torch_peers.py builds these two, with one group
     if not inference and (how.name not in allowed or how.groups):
         key, value, need = ("groups", how.groups, "[]") if how.groups else ("name", how.name, " or ".join(allowed))
-        raise ConfigError(f"optimizer.{key}: got {short(value)}; allowed {of}: {need}")
+        raise ConfigError(f"optimizer.{key}: got {one_line(value)}; allowed {of}: {need}")
     if not ranked and name not in BERT_PEERS:
         return
     for key, value, values in _needs(config, name, inference, gpus):
         if value not in values:
             phase = (" in a forward pass" if inference else " in training") if key == "model.head" else ""
-            raise ConfigError(f"{key}: got {value}; allowed {of}{phase}: {' or '.join(map(str, values))}")
+            need = " or ".join(map(as_written, values))
+            raise ConfigError(f"{key}: got {as_written(value)}; allowed {of}{phase}: {need}")
     batch, ranks = config.train.batch, world_size(config) if ranked else 1
     if config.model.type == "bert" and batch < ranks:
         raise ConfigError(f"train.batch: got {batch}; allowed {of}: at least {ranks}, one for each rank")

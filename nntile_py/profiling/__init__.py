@@ -77,7 +77,8 @@ def profile(
     if loads is None:
         return {}
     replace_file(folder / "config.yaml", config.to_yaml())  # creates the folder, only after a successful run
-    return write(trace, peaks, recorder.axes(config, inference), folder, name, among(loads))
+    axes, settings = recorder.axes(config, inference), recorder.settings(config, inference)
+    return write(trace, peaks, axes, folder, name, among(loads), settings)
 
 
 def _runtime(config: RunConfig, fxt: bool) -> Runtime:
@@ -99,19 +100,21 @@ def _runtime(config: RunConfig, fxt: bool) -> Runtime:
 
 
 def write(
-    trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str, load: dict[str, Any] | None = None
-) -> dict[str, Any]:
+    trace: Trace, peaks: Any, tiles: Any, folder: Path, name: str, load: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Write all files of a profile, except config.yaml; return the content of summary.json.
 
     Args:
         peaks: peak rates of one worker, by kind of worker.
         tiles: for each axis its size, its tile, the number of tiles.
         load: Load.facts() of the run.
+        settings: recorder.settings of the profiled config; None for a block under nt.profile.
     """
     from nntile_py.profiling import diagnosis, gantt, perfetto, profile_report, trace_analysis
     from nntile_py.system.machine import described, machine
 
-    summary = trace_analysis.summarise(trace, peaks, tiles) | {"load": load}
+    summary = trace_analysis.summarise(trace, peaks, tiles) | {"load": load, "settings": settings}
     summary["findings"] = diagnosis.report(summary)
     summary["machine"] = machine()
     text = json.dumps(summary, indent=1, allow_nan=False)

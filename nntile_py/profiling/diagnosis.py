@@ -19,6 +19,8 @@ SERIAL = 0.5  # share of the critical path in tasks that add to one tile one aft
 LOW, LARGE = 0.3, 0.15  # of an operator: share of the roofline that it reaches, share of the tasks' time
 DOUBT = "Only if a profile on a quiet machine shows the same: "
 
+_PRIORITIES = ("dmdas", "dmdasd", "prio", "heteroprio", "pheft")  # schedulers that know priorities
+
 Summary = Mapping[str, Any]
 Finding = tuple[str, str] | None  # (cause with figures, advice); None: the rule does not apply
 
@@ -36,14 +38,16 @@ def other_ranks(s: Summary) -> Finding:
     cause += f" (rank {longest['rank']} waits for rank {longest['for_rank']}). For {unready / waiting:.0%} of the"
     cause += " waiting time the tile was not computed yet, for the rest it was in transit:"
     cause += f" {moved / 1e6:,.2f} MB in {count:,.0f} messages a step."
-    batch = s["tiles"].get("batch")
+    batch, inference = s["tiles"].get("batch"), _settings(s).get("inference")
     now = f" (now {batch['tiles']} in all)" if batch else ""
+    between = "in a pass" if inference else "between two updates"
+    larger = "a larger `train.batch`" + ("" if inference else " or `train.grad_accumulation`")
     if unready >= 0.5 * waiting:
         advice = f"Give ranks equal work: two or more tiles of the batch for each, as many for all{now}; and compute"
-        advice += " more between two updates: a larger `train.batch` or `train.grad_accumulation`."
+        advice += f" more {between}: {larger}."
     else:
-        advice = "Send less often: a larger `train.batch` or `train.grad_accumulation`; let a rank compute while it"
-        advice += f" sends: two or more tiles of the batch for each{now}; or a faster network, or cores not shared."
+        advice = f"Send less often: {larger}; let a rank compute while it sends:"
+        advice += f" two or more tiles of the batch for each{now}; or a faster network, or cores not shared."
     return cause, advice
 
 
@@ -61,7 +65,8 @@ def short_tasks(s: Summary) -> Finding:
     cause += f"{_share(s, 'overhead'):.0%} of the workers' time."
     if starved:
         cause += f" Tasks end as fast as they are submitted, which takes {s['submission']:.0%} of the run."
-    return cause, f"Fewer, larger tasks: {_coarser(s)}, and `fusion: true` if it is off."
+    fusion = "" if _settings(s).get("fused") else ", and `fusion: true`"
+    return cause, f"Fewer, larger tasks: {_coarser(s)}{fusion}."
 
 
 def serial_chain(s: Summary) -> Finding:
@@ -73,9 +78,17 @@ def serial_chain(s: Summary) -> Finding:
         f"{_idle(s)}; the critical path takes {path['share_of_run']:.0%} of the run, and "
         f"{path['accumulation_share']:.0%} of the path are tasks that add to one tile one after the other, most of "
         f"them {_top(path)}.",
-        "Add partial results in another order: `accumulate: tree` or `redux` (or `commute`, which reorders "
-        "but does not overlap them); or cut the summed axis into fewer tiles.",
+        _other_order(_settings(s).get("accumulate", "chain")),
     )
+
+
+def _other_order(accumulate: str) -> str:
+    """Return advice against a chain of additions. accumulate: the policy of the run."""
+    fewer = "ut the summed axis into fewer tiles."
+    if accumulate in ("tree", "redux"):  # both overlap the additions already
+        return f"C{fewer}"
+    commute = " (or `commute`, which reorders but does not overlap them)" if accumulate == "chain" else ""
+    return f"Add partial results in another order: `accumulate: tree` or `redux`{commute}; or c{fewer}"
 
 
 def few_tiles(s: Summary) -> Finding:
@@ -95,13 +108,24 @@ def transfers(s: Summary) -> Finding:
     waiting, moved = _share(s, "communicating"), sum(t["bytes"] for t in s["transfers"])
     if waiting < MOVING or not moved:
         return None
-    worst = max(s["transfers"], key=lambda t: t["bytes"])
+    worst, batch = max(s["transfers"], key=lambda t: t["bytes"]), s["tiles"].get("batch")
+    ways = [*_placements(_settings(s)), *([f"give more memory ({_memory(s)})"] if _memory(s) else [])]
+    ways += ["cut along batch, which moves activations least"] if not batch or batch["tile"] > 1 else []
     return (
         f"Workers wait for their data {waiting:.0%} of the time; {moved / 1e9:.2f} GB were moved, "
         f"most of it from {worst['from']} to {worst['to']}.",
-        "Place tasks where their data is (`runtime.placement: planned`, or `runtime.scheduler: dmdar`), give "
-        "more memory (`runtime.cuda_memory`), or cut along batch, which moves activations least.",
+        _listed(ways or [f"compute more for each byte with fewer, larger tasks: {_coarser(s)}"]) + ".",
     )
+
+
+def _placements(settings: Mapping[str, Any]) -> list[str]:
+    """Return how another placement of tasks on GPUs moves less, as a list of at most one text."""
+    if settings.get("planned") or settings.get("gpus") == 0:
+        return []
+    planned = ["`runtime.placement: planned`"] if settings.get("plannable", True) else []
+    by_data = ["`runtime.scheduler: dmdar`"] if settings.get("scheduler") != "dmdar" else []
+    keys = ", or ".join(planned + by_data)
+    return [f"place tasks where their data is ({keys})"] if keys else []
 
 
 def allocation(s: Summary) -> Finding:
@@ -111,7 +135,8 @@ def allocation(s: Summary) -> Finding:
         return None
     return (
         f"Workers spend {waiting:.0%} of their time on allocating memory for their tiles.",
-        f"Fewer, larger tiles of fewer different sizes: {_coarser(s)}; or more memory (`runtime.memory`).",
+        f"Fewer, larger tiles of fewer different sizes: {_coarser(s)}"
+        + (f"; or more memory ({_memory(s)})." if _memory(s) else "."),
     )
 
 
@@ -121,11 +146,15 @@ def low_roofline(s: Summary) -> Finding:
     if not rows:
         return None
     row = max(rows, key=lambda r: r["share"] * (1 - r["roofline"]))
-    seq = s["tiles"].get("seq")
-    if row["bound_by"] == "memory" and "Attention" in row["operator"] and seq and seq["tile"] < seq["size"]:
-        advice = "It moves more than it computes: with `tiles.seq` uncut `model.attention: vendor` is one fused kernel"
+    seq, settings = s["tiles"].get("seq"), _settings(s)
+    attention = "Attention" in row["operator"]
+    if row["bound_by"] == "memory" and attention and seq and seq["tile"] < seq["size"]:
+        fused = "it" if settings.get("attention", "vendor") == "vendor" else "`model.attention: vendor`"
+        advice = f"It moves more than it computes: with `tiles.seq` uncut {fused} is one fused kernel"
     elif row["bound_by"] == "memory":
-        advice = "It moves more than it computes: fuse it, if it is not (`fusion: true`, `model.attention: vendor`)"
+        keys = [] if settings.get("fused") else ["`fusion: true`"]
+        keys += ["`model.attention: vendor`"] if attention and settings.get("attention", "vendor") != "vendor" else []
+        advice = "It moves more than it computes" + (f": fuse it ({', '.join(keys)})" if keys else "")
     else:
         advice = "Its tiles are too small or too narrow for the kernel"
     about = "about " if row["estimated"] else ""
@@ -144,9 +173,20 @@ def imbalance(s: Summary) -> Finding:
     return (
         f"{_idle(s)} ({worst['name']}: {worst['idle']:.0%}) although there is work for {s['parallelism']:.1f} of them "
         "at once.",
-        "Try another scheduler, such as `scheduler: cpu_dmdas`, which knows priorities, or a larger `runtime.window`; "
-        "on a machine that others use, measure again.",
+        f"Try {_schedulers(_settings(s))}"
+        + (", or a larger `runtime.window`" if "window" in _settings(s).get("limits", ()) else "")
+        + "; on a machine that others use, measure again.",
     )
+
+
+def _schedulers(settings: Mapping[str, Any]) -> str:
+    """Return another way to schedule tasks than that of the run."""
+    if settings.get("planned"):
+        return "`runtime.placement: scheduler`, which chooses workers during the run"
+    if settings.get("scheduler") in _PRIORITIES:
+        return "another scheduler, such as `runtime.scheduler: lws`, whose workers take tasks from each other"
+    key = "`runtime.scheduler: dmdas`" if settings.get("gpus") else "`scheduler: cpu_dmdas`"
+    return f"another scheduler, such as {key}, which knows priorities"
 
 
 def busy_machine(s: Summary) -> Finding:
@@ -193,12 +233,12 @@ RULES = (
     Diagnosis("serial-chain", serial_chain, True,
               "Let tasks that add to one tile use mode REDUX, or cut the sum into fewer parts."),
     Diagnosis("few-tiles", few_tiles, True, "Cut the arrays finer, so that more tasks can run at once."),
-    Diagnosis("transfers", transfers),
-    Diagnosis("allocation", allocation),
+    Diagnosis("transfers", transfers, False, "Use larger tiles, or the scheduler dmdar, which knows where data is."),
+    Diagnosis("allocation", allocation, False, "Use fewer, larger arrays of fewer different sizes."),
     Diagnosis("imbalance", imbalance, True,
               "Give a priority to tasks that other tasks wait for, `NAME.options(priority=1)(...)`, or try another "
               "scheduler."),
-    Diagnosis("low-roofline", low_roofline),
+    Diagnosis("low-roofline", low_roofline, False, "Larger tiles help, or a faster kernel."),
 )  # fmt: skip
 
 
@@ -234,6 +274,22 @@ def _doubtful(rule: str, s: Summary) -> bool:
         return False
     busy = is_busy((s.get("load") or {}).get("others"))
     return busy or (rule == "low-roofline" and busy_machine(s) is not None)
+
+
+def _settings(s: Summary) -> Mapping[str, Any]:
+    """Return recorder.settings of the profiled config; {} for a block under nt.profile."""
+    return s.get("settings") or {}
+
+
+def _memory(s: Summary) -> str:
+    """Return the keys of the memory limits that the config sets, as text; "" if it sets none."""
+    return " or ".join(f"`runtime.{key}`" for key in _settings(s).get("limits", ()) if key.endswith("memory"))
+
+
+def _listed(ways: list[str]) -> str:
+    """Return ways to change a config as one sentence without its full stop."""
+    text = ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
+    return text[0].upper() + text[1:]
 
 
 def _share(s: Summary, name: str) -> float:
@@ -286,9 +342,11 @@ def _finer(s: Summary) -> str:
 
     Axes with few tiles come first. The batch is preferred, because cutting it adds no partial sums.
     """
-    order = {"batch": 0, "heads": 1, "ffn": 2, "vocab": 3, "embed": 4, "seq": 5}
-    cut = [(name, a) for name, a in s["tiles"].items() if a["tile"] > 1]
+    order, settings = {"batch": 0, "heads": 1, "ffn": 2, "vocab": 3, "embed": 4, "seq": 5}, _settings(s)
+    fixed = "seq" if settings.get("pack") else ""  # bins of packed sequences are not cut
+    cut = [(name, a) for name, a in s["tiles"].items() if a["tile"] > 1 and name != fixed]
     cut.sort(key=lambda item: (item[1]["tiles"] * 2 if item[0] == "batch" else 4 * item[1]["tiles"], order[item[0]]))
     if not cut:
-        return "use a larger batch, or fewer workers (`runtime.cpus`)"
+        workers = f", or fewer workers (`runtime.{'cuda' if settings.get('gpus') else 'cpus'}`)"
+        return "use a larger batch" + workers * (len(s.get("workers", ())) > 1)
     return " or ".join(f"`tiles.{n}: {-(-a['tile'] // 2)}` (now {a['tile']})" for n, a in cut[:2])

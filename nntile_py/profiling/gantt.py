@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +85,29 @@ def fixed_colours() -> dict[str, str]:
 
 
 def _colours(kinds: list[str]) -> list[str]:
-    """Return the colours of these kinds. Kinds without a fixed colour get spare colours in the order of their names."""
-    fixed = fixed_colours()
-    spare = dict(zip(sorted(set(kinds) - {*fixed, "other"}), (*SPARE, OTHER), strict=False))
-    return [fixed.get(kind) or spare.get(kind, OTHER) for kind in kinds]
+    """Return the colours of these kinds.
+
+    Kinds without a fixed colour get spare colours in the order of their names: each the spare colour that differs most
+    from the colours chosen before it."""
+    fixed, left = fixed_colours(), [*SPARE]
+    chosen = {kind: fixed[kind] for kind in kinds if kind in fixed}
+    for kind in sorted(set(kinds) - {*fixed, "other"}):
+        if left:
+            taken = (OTHER, *chosen.values())
+            chosen[kind] = max(left, key=lambda spare: min(difference(spare, colour) for colour in taken))
+            left.remove(chosen[kind])
+    return [chosen.get(kind, OTHER) for kind in kinds]
+
+
+def difference(one: str, other: str) -> float:
+    """Return how different two colours such as #0072b2 look, from 0 (equal) to about 765 (black and white).
+
+    Source: https://www.compuphase.com/cmetric.htm
+    """
+    (r, g, b), (r2, g2, b2) = ([int(colour[k : k + 2], 16) for k in (1, 3, 5)] for colour in (one, other))
+    red = (r + r2) / 2
+    parts = (2 + red / 256) * (r - r2) ** 2, 4 * (g - g2) ** 2, (2 + (255 - red) / 256) * (b - b2) ** 2
+    return math.sqrt(sum(parts))
 
 
 def _kind(info: Any) -> str:

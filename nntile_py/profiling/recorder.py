@@ -19,6 +19,7 @@ from nntile_py.config.builders import tiling
 from nntile_py.config.run_config import RunConfig
 from nntile_py.errors import TaskError
 from nntile_py.execution.runtime import Runtime
+from nntile_py.graph.fusion import every_rule
 from nntile_py.graph.step import StepSpec
 from nntile_py.profiling.merge_ranks import merge_traces, with_ends
 from nntile_py.profiling.trace import REDUCTION, Bus, MessageEnd, TaskInfo, Trace, Worker, stream_starts
@@ -232,6 +233,27 @@ def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]
         tile = own.tile(axis, size)
         result[axis] = {"size": size, "tile": tile, "tiles": -(-size // tile), "good": min(good.get(axis, size), size)}
     return result
+
+
+def settings(config: RunConfig, inference: bool = False) -> dict[str, Any]:
+    """Return what decides which advice of diagnosis.py fits a run.
+
+    `plannable`: whether `runtime.placement: planned` has an effect. `fused`: whether all switches of `fusion` are on.
+    `limits`: the limits of memory and of tasks that the config sets.
+    """
+    runtime, gpus = config.runtime, config.workers if config.runtime.cuda else 0
+    return {
+        "inference": inference,
+        "gpus": gpus,
+        "scheduler": runtime.scheduler,
+        "planned": config.planned,
+        "plannable": gpus > 1 and runtime.cpus in (0, "all"),
+        "limits": {key: value for key in ("memory", "cuda_memory", "window") if (value := getattr(runtime, key))},
+        "accumulate": config.accumulate,
+        "fused": every_rule(True).items() <= config.fusion.model_dump().items(),
+        "attention": getattr(config.model, "attention", "vendor"),
+        "pack": config.train.pack,
+    }
 
 
 def convert_fxt(folder: Path) -> None:

@@ -38,6 +38,7 @@ from nntile_py.errors import ConfigError
 from nntile_py.graph.bin_packing import bins_of
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import known, objective_of
+from nntile_py.yaml_text import as_written
 
 # SPECIAL: {objective of the model: special tokens that the tokenizer must have}.
 # _LABEL_AXES: {objective, for a classifier its kind of labels: axes of the array of labels}.
@@ -222,4 +223,4 @@ def _check_padding(config: RunConfig, token: int, tokenizer: Tokenizer) -> None:
     key = "padding_token" if hasattr(model, "padding_token") else key
     if hasattr(model, key) and (padding := getattr(model, key)) != token:
         name = tokenizer.id_to_token(token)
-        raise ConfigError(f"model.{key}: got {padding}; allowed: {token}, the tokenizer's {name}")
+        raise ConfigError(f"model.{key}: got {as_written(padding)}; allowed: {token}, the tokenizer's {name}")

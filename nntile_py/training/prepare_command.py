@@ -17,6 +17,7 @@ from nntile_py.data.token_files import META, PROGRESS, is_token_file, is_token_f
 from nntile_py.data.tokenization import Report
 from nntile_py.data.tokenizer import MASKED, load_tokenizer
 from nntile_py.errors import ConfigError
+from nntile_py.runs import check_writable
 from nntile_py.schema import validated
 from nntile_py.system.folders import STDLIB, temporary_names
 from nntile_py.system.units import counted
@@ -53,6 +54,7 @@ def prepare(
     data.check_instructions(causal=not masked)
     instructions = instructions_of(data, str(tokenizer) if tokenizer else None)
     _check_out(out, overwrite)
+    check_writable("OUT", out)
     special = MASKED if masked else ()
     own = load_tokenizer(tokenizer) if tokenizer else None
     end = special_tokens(own, str(tokenizer), None).end if own else None

@@ -27,6 +27,8 @@ from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.recompute_rule import AUTO
 from nntile_py.graph.step import StepSpec
 from nntile_py.models.registry import code_of
+from nntile_py.runs import check_writable, run_of
+from nntile_py.system.folders import same_content
 from nntile_py.training.collectives import NoOutput
 from nntile_py.training.datasets import build_dataset, check_objective
 from nntile_py.training.display import say
@@ -34,7 +36,13 @@ from nntile_py.training.loggers import check_packages
 from nntile_py.training.loop import run_steps
 from nntile_py.training.rank_0 import TrainingRun, new_run_folder, train_on_rank_0
 from nntile_py.training.run_sample import missing_sample_reported, sample_text
-from nntile_py.training.run_start import check_folders, check_ranks, first_trainer, publish_on_rank_0
+from nntile_py.training.run_start import (
+    check_folders,
+    check_ranks,
+    check_same_start,
+    first_trainer,
+    publish_on_rank_0,
+)
 from nntile_py.training.signals import exit_status, signals_of_run
 from nntile_py.training.trainer import Trainer
 
@@ -74,17 +82,21 @@ def train(
     if config.short_warmup:
         report(f"note: {config.short_warmup}")
     if is_rank_0:
-        check_folders(out, rescue, replaces)
+        check_folders(out, rescue, replaces, resume)
 
     # Data, and the checkpoint to resume from.
     checkpoints = checkpoint.checkpoints_in(out)
     point = newest_checkpoint(resume, report) if resume else None
     differences = check_same_config(point, config) if point else ""
-    dataset, data = _read_data(config, spec, runtime, point, out, report)
+    check_same_start(config, ranks, point)
+    if point and _all_trained(point, config, out, ranks, report):
+        return 0
+    if is_rank_0 and point:  # the folder of a new run has been checked before
+        check_writable("--resume", out)
+    dataset, data = _read_data(config, spec, runtime, out, report)
     if point:
         check_same_data(point, data)
-        if _all_trained(point, config, differences, out, ranks, report):
-            return 0
+        report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
 
     # Trainer, steps, weights.
     with missing_sample_reported(report), runtime, signals_of_run(runtime) as stop:
@@ -102,32 +114,38 @@ def train(
 
 
 def _read_data(
-    config: RunConfig, spec: StepSpec, runtime: Runtime, point: ResumePoint | None, out: Path, report: Report
+    config: RunConfig, spec: StepSpec, runtime: Runtime, out: Path, report: Report
 ) -> tuple[Dataset, dict[str, str]]:
     """Return the dataset and the hashes of its data, which are the same on all ranks."""
     report(f"reading {config.data.name}")
     dataset = build_dataset(config, spec, report)
     data = data_facts(config, dataset)
-    check_ranks(config, spec, runtime, data, point, report)
+    check_ranks(spec, runtime, data, report)
     report(f"{dataset.describe()}; writing to {out}")
     if config.tokenizer.path is None and (count := dataset.tokenizer.get_vocab_size()) < config.tokenizer.size():
         report(f"note: the tokenizer has {count:,} tokens; tokenizer.vocab_size={count} saves unused rows of weights")
     return dataset, data
 
 
-def _all_trained(
-    point: ResumePoint, config: RunConfig, differences: str, out: Path, ranks: Ranks | None, report: Report
-) -> bool:
-    """Report the step after which the run goes on, and how its config differs from the checkpoint's.
+def _all_trained(point: ResumePoint, config: RunConfig, out: Path, ranks: Ranks | None, report: Report) -> bool:
+    """Return True if the run in `out` has trained all its steps, and report where the weights are.
 
-    Return True if all steps are trained and this call has copied the weights into the run's folder."""
-    if point.step >= config.train.steps and publish_on_rank_0(point, out, ranks, report):
-        done = f"all {point.step} steps are" if point.step > 1 else "the only step is"
-        report(f"{done} trained; weights saved in {out / checkpoint.MODEL}")
-        return True
-    check_steps(point, config)
-    report(f"going on after step {point.step}, from {point.folder}" + (f"; {differences}" if differences else ""))
-    return False
+    If the run ended before it had copied the weights into its folder, they are copied now.
+
+    Raises:
+        ConfigError: The checkpoint has more steps than train.steps, or as many and is of a run in another folder."""
+    same_folder = run_of(point.folder).resolve() == out.resolve()
+    if point.step != config.train.steps or not same_folder:
+        check_steps(point, config)
+        return False
+    target, saved = out / checkpoint.MODEL, point.folder / checkpoint.MODEL
+    if publish_on_rank_0(point, out, ranks, report):
+        where = f"weights saved in {target}"
+    else:
+        where = f"the weights are in {target if same_content(target, saved) else saved}"
+    done = f"all {point.step} steps are" if point.step > 1 else "the only step is"
+    report(f"{done} trained; {where}; to train on, add --set train.steps=N with N above {point.step}")
+    return True
 
 
 def _report_trainer(trainer: Trainer, config: RunConfig, dataset: Dataset, report: Report) -> None:

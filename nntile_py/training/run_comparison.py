@@ -51,7 +51,7 @@ class RecordedRun:
         return {
             "run": self.name,
             "steps": self.lines[-1]["step"],
-            "loss": smoothed(last.loss)[-1] if last.loss else None,
+            "smoothed_loss": smoothed(last.loss)[-1] if last.loss else None,
             "held_out_loss": measured[-1] if measured else None,
             "best_held_out_loss": None if best is None else measured[best],
             "best_step": None if best is None else last.measured[best],

@@ -5,21 +5,25 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from nntile_py.checkpoint.format import TOKENIZER
 from nntile_py.checkpoint.resume import flattened
 from nntile_py.config.run_config import resolve
-from nntile_py.config.sections import TrainSection
+from nntile_py.config.sections import TokenizerSection, TrainSection, default_prompt
 from nntile_py.errors import ConfigError
+from nntile_py.models.hf_config import read_raw
 from nntile_py.models.registry import code_of, find
 from nntile_py.system.pages import templates
 from nntile_py.system.pictures import new_figure
 from nntile_py.training.curves import COLOURS, draw_losses, finish, smoothed
 from nntile_py.training.display import size
 from nntile_py.training.run_comparison import RecordedRun
+from nntile_py.yaml_text import as_written
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,6 +36,10 @@ _CURVES = {
     "memory_bytes": ("Memory of the tiles", "MiB"),
     "data_wait_s": ("Wait for a batch", "seconds"),
 }
+
+
+# Keys whose default is null: a run replaces null by a value that depends on other keys.
+_NULL = ("sample.prompt", "model.vocab", "model.positions", "model.masked")
 
 
 def report_page(run: RecordedRun) -> str:
@@ -47,7 +55,7 @@ def report_page(run: RecordedRun) -> str:
     return page.render(
         title=f"Run {run.name}", summary=shown(run.summary()), pictures=pictures, changed=changed_keys(run),
         sample=run.sample(),
-        config=[(key, value) for key, value in run.config.items()],
+        config=[(key, as_written(value)) for key, value in run.config.items()],
     )  # fmt: skip
 
 
@@ -70,13 +78,39 @@ def _svg(figure: Figure) -> Markup:
     return Markup(re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2))  # the page sets the width
 
 
-def changed_keys(run: RecordedRun) -> list[tuple[str, Any, Any]]:
-    """Return (key, value, default) of the keys whose values differ from the defaults."""
-    defaults = _defaults(run.config)
-    return [
-        (key, value, defaults.get(key)) for key, value in run.config.items()
-        if key != "out" and defaults.get(key) != value and (value is not None or key in defaults)
-    ]  # fmt: skip
+def changed_keys(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """Return (key, value, default) of the keys whose values differ from the defaults, as texts.
+
+    A config.yaml also has the keys that were left out. Those are not listed, even if their values depend on other keys
+    or on the folder of `model.from`. The default of a required key is ""."""
+    defaults, derived = _defaults(run.config), _derived(run)
+    rows = []
+    for key, value in run.config.items():
+        known = key in defaults
+        if key == "out" or (known and value == defaults[key]) or (value is None and not known):
+            continue
+        if key not in derived or value != derived[key]:
+            default = None if key in _NULL else defaults.get(key)
+            rows.append((key, as_written(value), as_written(default) if known else ""))
+    return rows
+
+
+def _derived(run: RecordedRun) -> dict[str, Any]:
+    """Return {dotted key: value that the key gets if it is left out} of keys that depend on other keys or files."""
+    config = run.config
+    derived: dict[str, Any] = {"sample.prompt": default_prompt(config.get("data.source"))}
+    if config.get("tokenizer.path"):
+        derived["tokenizer.vocab_size"] = None
+        with suppress(ConfigError):  # the run's folder has a copy of the tokenizer
+            derived["model.vocab"] = TokenizerSection(path=str(run.folder / TOKENIZER)).size()
+    kind = str(config.get("model.type"))
+    if (source := config.get("model.from")) and not code_of(kind):
+        derived["tokenizer.path"] = str(Path(source) / TOKENIZER)
+        with suppress(ConfigError):
+            model = find(kind)
+            sizes = model.saved_fields(read_raw(run.folder)).keys() - model.head_fields
+            derived |= {f"model.{key}": config.get(f"model.{key}") for key in sizes}
+    return derived
 
 
 def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,11 +127,13 @@ def _defaults(config: Mapping[str, Any]) -> dict[str, Any]:
             for section, cls in required.items()
         }
         tree["model"]["type"] = config["model.type"]
+        tree["tokenizer"] = {"vocab_size": config.get("tokenizer.vocab_size")}  # sets the default of model.vocab
         resolved = resolve(tree, [], "the defaults").model_dump(mode="json", by_alias=True)
     except (ConfigError, KeyError):
         return {}
-    sizes = [f"{section}.{key}" for section, keys in tree.items() for key in keys]
-    return {key: value for key, value in flattened(resolved).items() if key not in sizes}
+    sizes = [f"{section}.{key}" for section in required for key in tree[section]]
+    defaults = {key: value for key, value in flattened(resolved).items() if key not in sizes}
+    return defaults | {"tokenizer.vocab_size": TokenizerSection().vocab_size}
 
 
 def shown(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -112,6 +148,8 @@ def shown(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
             key = "time"
             scale, unit = (3600, "h") if value >= 3600 else (60, "min") if value >= 60 else (1, "s")
             text = f"{value / scale:.1f} {unit}"
+        elif key == "smoothed_loss":
+            key, text = "training loss, smoothed", f"{value:.4f}"
         elif key == "memory_bytes":
             key, text = "memory", size(value)
         elif isinstance(value, float):

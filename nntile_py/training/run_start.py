@@ -13,18 +13,21 @@ from nntile_py.errors import NNTileError
 from nntile_py.execution.mpi import Ranks
 from nntile_py.execution.runtime import Runtime
 from nntile_py.graph.step import StepSpec
-from nntile_py.runs import run_of
+from nntile_py.runs import check_writable, run_of
 from nntile_py.system.folders import same_content
 from nntile_py.system.units import counted
 from nntile_py.training.trainer import Trainer
 
 
-def check_folders(out: Path, rescue: Path | None, replaces: bool) -> None:
-    """Raise an error if the run may not write into one of its folders."""
+def check_folders(out: Path, rescue: Path | None, replaces: bool, resume: Path | None = None) -> None:
+    """Raise an error if the run may not write into one of its folders. Arguments: see `train` in run.py."""
     for option, folder in {"--out": out, "--rescue": rescue}.items():
         if folder:
             check_place(option, folder)
-    check_unlocked(out)
+    if rescue:
+        check_writable("--rescue", rescue)
+    same_folder = resume is not None and run_of(resume).resolve() == out.resolve()
+    check_unlocked(out, "--resume" if same_folder else "--out")
     if replaces and out.exists():
         check_replaced(out)
 
@@ -65,16 +68,18 @@ def _publish(point: ResumePoint, out: Path, report: Report) -> bool:
     return True
 
 
-def check_ranks(
-    config: RunConfig, spec: StepSpec, runtime: Runtime, data: dict[str, str], point: ResumePoint | None,
-    report: Report,
-) -> None:  # fmt: skip
-    """Raise ConfigError if ranks differ in config, data or checkpoint; report the ranks' workers."""
+def check_same_start(config: RunConfig, ranks: Ranks | None, point: ResumePoint | None) -> None:
+    """Raise ConfigError if ranks have different configs, or resume from different checkpoints."""
+    if ranks:
+        ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
+        ranks.same("the checkpoint", {"folder": str(point.folder), "step": point.step} if point else {})
+
+
+def check_ranks(spec: StepSpec, runtime: Runtime, data: dict[str, str], report: Report) -> None:
+    """Raise ConfigError if ranks have different data; report the ranks' workers."""
     if not (ranks := runtime.ranks):
         return
-    ranks.same("the config", flattened(config.model_dump(mode="json", by_alias=True)))
     ranks.same("the data", data)
-    ranks.same("the checkpoint", {"folder": str(point.folder), "step": point.step} if point else {})
     workers = {"GPU": runtime.cuda, "CPU worker": runtime.cpus}
     each = " and ".join(counted(count, name) for name, count in workers.items() if count)
     shared = f", of which {ranks.sharers} ranks share one" if ranks.sharers > 1 else ""
