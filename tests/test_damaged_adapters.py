@@ -81,7 +81,7 @@ def test_a_full_disk_leaves_no_part_of_a_folder(
         assert {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()} == kept
     before = sorted(tmp_path.iterdir())
     with pytest.raises(OSError, match="No space left"):
-        merge(tmp_path / "base", tmp_path / "out", tmp_path / "adapter", adapter_only=True)
+        merge(tmp_path / "base", tmp_path / "out", tmp_path / "adapter", adapter_only=True, fields={})
     assert sorted(tmp_path.iterdir()) == before
 
 
