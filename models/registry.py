@@ -218,7 +218,7 @@ def class_in(source: Any, model_type: Any = None, saved: Any = None, *, torch_mo
     Args:
         source: A transformers model, or the folder.
         model_type: `model.type` that the user names, also my_file.py:MyModel; None: the folder names it.
-        saved: `model.type` of the folder's run; None: config.json names it.
+        saved: `model.type` of the folder's run; None: the folder's config.json names the type.
         torch_modules: Whether the caller can use a captured PyTorch module.
 
     Raises:
@@ -227,7 +227,7 @@ def class_in(source: Any, model_type: Any = None, saved: Any = None, *, torch_mo
     if model_type is not None:
         return find(resolved(model_type))
     raw = read_raw(source)
-    name = saved or raw.get("type")
+    name = saved or (raw.get("type") if isinstance(source, str | Path) else None)
     if not isinstance(name, str) or not (name in known() or code_of(name)):
         return of_hf_type(raw.get("model_type"))
     if not torch_modules and _is_captured(name):

@@ -79,7 +79,8 @@ class CheckedCommand(TyperCommand):
 
         known: Assignments that --set accepts."""
         own = [*known, *(_name(param) for param in self.params if param.name in SETTINGS)]
-        return f"--set: the command takes no keys of a config; allowed: {', '.join(own or ['other options'])}"
+        keys = "other keys" if known else "keys"
+        return f"--set: the command takes no {keys} of a config; allowed: {', '.join(own or ['other options'])}"
 
     def _explain(self, error: Any, typed: Mapping[str, Any]) -> str:
         """Return the message on a parameter that is missing or has a wrong value."""

@@ -129,6 +129,22 @@ for _name, (_form, _first) in _PLAIN.items():
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"({_form})$", re.ASCII), list(_first))
 
 
+_BREAK = re.compile(r"[\n\x85\u2028\u2029]")  # line breaks of YAML; a carriage return is always escaped
+
+
+class _OneLineDumper(_Dumper):
+    """A YAML dumper that writes a text with line breaks in double quotes, and the value of an alias at each use."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAK.search(text) else None)
+
+
+_OneLineDumper.add_representer(str, _OneLineDumper.represent_text)
+
+
 def dump(value: Any, **style: Any) -> str:
     """Return a value as YAML that `parse` reads as the same value. style: arguments of yaml.dump."""
     return str(yaml.dump(value, Dumper=_Dumper, **style))
@@ -137,10 +153,12 @@ def dump(value: Any, **style: Any) -> str:
 def as_written(value: Any) -> str:
     """Return a value as a YAML file has it, on one line, such as null, true, {batch: 2} or python-stdlib.
 
-    A number, and a value that YAML lacks, such as an array, becomes repr(value)."""
+    A number, a value that YAML lacks, such as an array, and a value with too many levels become repr(value)."""
     if isinstance(value, dict | list | bool | str | None):
-        with suppress(yaml.YAMLError):
-            text = dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+        with suppress(yaml.YAMLError, RecursionError):
+            text = str(
+                yaml.dump(value, Dumper=_OneLineDumper, default_flow_style=True, width=10**6, allow_unicode=True)
+            )
             return text.removesuffix("\n").removesuffix("\n...")
     return repr(value)
 

@@ -312,6 +312,7 @@ def test_an_analysis_has_the_rates_of_the_plan(sets: tuple[str, ...], rates: str
         (("train.batch=1", "train.seq=2048", "model.heads=1", "model.embed=64"), "Try: a larger `train.batch`: by"),
         (("train.seq=2048", "tiles={}"), "Try: smaller tiles: by the plan, 1."),
         (("train.seq=2048", "tiles={batch: 1}"), "Try: more workers: products"),
+        (("train.seq=2048", "runtime.cpus=1"), "Try: more workers: by the plan, 1."),
         (("train.seq=2048", "tiles={}", "precision=fp64", "runtime.cpus=1"), "Try: smaller tiles with more workers: "),
     ],
 )

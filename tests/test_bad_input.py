@@ -142,6 +142,7 @@ def test_a_path_that_is_too_long(tmp_path: Path) -> None:
 
 
 NO_KEYS, TYPE = "--set: the command takes no keys of a config; allowed:", "--set model.type=FILE.py:CLASS"
+OTHER_KEYS = NO_KEYS.replace("no keys", "no other keys")
 USAGE = {  # what is typed, and the message
     "eval r --data t --batch 0": "--batch: got 0; allowed: an integer of at least 1\nsee: nntile eval --help",
     "serve r --port 70000": "--port: got 70000; allowed: an integer from 0 to 65535",
@@ -151,8 +152,8 @@ USAGE = {  # what is typed, and the message
     "eval r": "--data: missing",
     "eval r --data": "--data: missing; allowed: --data VALUE\nsee: nntile eval --help",
     "eval --nothing": "No such option: --nothing",
-    "generate r --set tiles.ffn=8": f"{NO_KEYS} {TYPE}, --seed, --batch, --cache, --tiles, --cpus, --cuda,",
-    "serve r --set a=b": f"{NO_KEYS} {TYPE}, --batch, --max-length, --cache, --cpus, --cuda,",
+    "generate r --set tiles.ffn=8": f"{OTHER_KEYS} {TYPE}, --seed, --batch, --cache, --tiles, --cpus, --cuda,",
+    "serve r --set a=b": f"{OTHER_KEYS} {TYPE}, --batch, --max-length, --cache, --cpus, --cuda,",
     "config --model": "--model: missing; allowed: --model VALUE",
     "generate r def": "got the extra argument def; allowed: FOLDER, options. Example: nntile generate runs/my_run",
     "doctor x": "got the extra argument x; allowed: options. Example: nntile doctor --json\nsee: nntile doctor --help",

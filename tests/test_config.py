@@ -197,11 +197,13 @@ FILES = [
     ("3: 4", ["3", "unknown key"]),
     ("seed: 0", ["model: not given, but required", "type", "train: not given, but required", "steps"]),
     ("seed: \x00", ["allowed: YAML"]),
+    ('seed: {a: "x\\ny"}', ['seed: got {a: "x\\ny"}; allowed: an integer']),  # on one line
+    (f"seed: {'[' * 350}{']' * 350}", ["seed: got [[[[", "; allowed: an integer"]),  # too many levels for PyYAML
     ("config: a.yaml\ngrid: {seed: [1]}", ["is the file of a sweep; allowed: the config of a run, such as a.yaml; "]),
 ]
 
 
-@pytest.mark.parametrize(("content", "parts"), FILES, ids=[repr(c) for c, _ in FILES])
+@pytest.mark.parametrize(("content", "parts"), FILES, ids=[f"{c!r:.60}" for c, _ in FILES])
 def test_a_bad_file_is_explained(
     content: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import forks
 import numpy as np
 import pytest
 import torch
+import transformers
 import yaml
 from command import nntile
 from safetensors.numpy import load_file
@@ -188,6 +189,15 @@ def test_all_commands_open_a_run_whose_file_the_user_names(
         assert len(generator("the", max_tokens=2)[0].tokens) <= 2
     assert nt.Encoder.from_hf(out, "logits", model_type=name).of_tokens
     assert nt.models.from_hf(out, model_type=name).config.embed == 12
+
+
+def test_an_attribute_type_of_a_transformers_model_is_no_model_type() -> None:
+    """Only config.json of a folder names a type of nntile_py."""
+    for name in ("encoder", "evil.py:MyModel"):
+        sizes = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9, type=name)
+        model = transformers.GPT2LMHeadModel(sizes)
+        with pytest.raises(nt.ConfigError, match=f"type is '{name}' in the model's config, and GPT2 does not know"):
+            nt.models.from_hf(model)
 
 
 def test_a_captured_module_is_refused_before_its_code_would_run(

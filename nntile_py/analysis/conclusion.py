@@ -97,7 +97,7 @@ def _advice(
 def _at_arithmetic_limit(config: RunConfig, work: Work) -> str:
     """Return advice for a workload that arithmetic bounds: larger tasks, more tasks at once, or more workers.
 
-    The plan of the workload decides which of them. With `tiles: auto`, there is no advice on tiles."""
+    The plan of the workload decides which advice. With `tiles: auto`, there is no advice on tiles."""
     lower = ", or `precision: fp32`" if config.precision == "fp64" else ""
     auto = config.tiles == AUTO_TILES
     cut = [] if auto else [f"tiles.{axis}" for axis in tiling(config).tiles]
@@ -109,7 +109,8 @@ def _at_arithmetic_limit(config: RunConfig, work: Work) -> str:
         each, overhead = planned.mean_task * 1e6, planned.speed.overhead * 1e6
         return f"{larger}: by the plan, a task takes {each:,.0f} us, and the runtime {overhead:,.0f} us for each task"
     if planned.parallelism < 1.25 * max(config.workers, 2):
-        more = "a larger `train.batch`" if auto and config.workers > 1 else "smaller tiles"
-        more += " with more workers" * (config.workers == 1)
+        more = "smaller tiles with more workers" if config.workers == 1 else "smaller tiles"
+        if auto:  # the number of workers decides the tiles
+            more = "more workers" if config.workers == 1 else "a larger `train.batch`"
         return f"{more}: by the plan, {planned.parallelism:.1f} tasks can run at once on average{lower}"
     return f"more workers{lower}: products are at the arithmetic limit"

@@ -64,7 +64,7 @@ class Evictions(NamedTuple):
 
     Attributes:
         bytes: bytes that leave the GPU and return.
-        moved: bytes of transfers. StarPU moves the tiles that it chooses twice, when other tiles already wait for room.
+        moved: bytes of transfers. Tiles that StarPU chooses count twice, as other tiles already wait for their room.
         needs: bytes of main memory that an eviction plan needs, if main memory has less; 0: StarPU chooses no tiles.
     """
 

@@ -268,7 +268,7 @@ def _published(folder: Path) -> set[str]:
 
 
 def missing_files(run: Path, source: Path) -> set[str]:
-    """Return the names of the files that a run's folder lacks of those that it gets from the checkpoint `source`."""
+    """Return the names of the files that `publish` takes from the checkpoint `source` and the run's folder lacks."""
     return {name for name in _published(source) if not os.path.lexists(run / name)}
 
 

@@ -162,8 +162,8 @@ def search_for(config: RunConfig) -> TileSearch:
 def planned_speed(config: RunConfig) -> Speed:
     """Return the rates of one worker by which the config's step is planned.
 
-    With `tiles: auto` for several CPU workers: the rates that were measured on this machine. Otherwise: those of the
-    device model."""
+    With `tiles: auto` for several CPU workers: the rates that were measured on this machine. Otherwise: the rates
+    of the device model."""
     if config.tiles == AUTO_TILES and config.workers > 1:
         return _worker_speed(config)
     return device_model.worker(TILE_DTYPE[config.precision], config.runtime.cuda != 0)

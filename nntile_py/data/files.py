@@ -44,7 +44,7 @@ def binary_format(path: Path) -> str | None:
 
 
 def text_in_utf8(kind: str | None) -> str:
-    """Return what is allowed instead of a file of this binary format or encoding: text in UTF-8."""
+    """Return the words for text in UTF-8, for a message that refuses a file of this binary format or encoding."""
     advice = f" (`iconv -f {kind} -t UTF-8` converts {kind})"
     return "text in UTF-8" + advice * (kind is not None and kind.startswith("UTF-"))
 

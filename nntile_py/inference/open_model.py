@@ -92,7 +92,7 @@ def saved_adapters(folder: Path) -> dict[str, Any]:
 
 def class_of_encoder(folder: Path, model_type: str | None) -> type[Model]:
     """Return the class of an encoder's model in a folder: the class that `model_type`, the run or config.json names."""
-    kind = _saved(folder)[2].get("type")  # torch: config.json names a class of transformers, which nntile_py may have
+    kind = _saved(folder)[2].get("type")  # not `torch`: nntile_py may have the class of config.json
     return class_in(folder, model_type, kind if code_of(kind) else None, torch_modules=False)
 
 

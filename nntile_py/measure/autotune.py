@@ -141,7 +141,7 @@ def _chosen(tilings: list[Candidate], start: Key, uncut: Key, budget: int) -> li
 
 
 def _account(tilings: list[Candidate], chosen: list[Key], budget: int) -> str:
-    """Return a text on the planned tilings, the pruned tilings, and those that will be measured."""
+    """Return a text with the numbers of planned, pruned and chosen tilings. The chosen tilings will be measured."""
     reasons = Counter(tiling.pruned for tiling in tilings if tiling.pruned)
     pruned = ", ".join(f"{count} for {reason}" for reason, count in reasons.most_common()) or "none"
     anyway = sum(tiling.pruned is not None for tiling in tilings if tiling.key in chosen)
@@ -149,7 +149,7 @@ def _account(tilings: list[Candidate], chosen: list[Key], budget: int) -> str:
     if all(tiling.pruned for tiling in tilings):
         text += ". As all are pruned, those with the shortest planned steps are measured"
     elif anyway:
-        text += f". {anyway} of the pruned tilings will be measured to compare with"
+        text += f". {anyway} of the pruned tilings will be measured for comparison"
     text += f"\n{counted(len(chosen), 'tiling')} will be measured, in {ROUNDS} rounds; "
     if len(chosen) < budget:
         return text + f"fewer than --budget {budget}, as no other tiling is worth a measurement"

@@ -236,7 +236,7 @@ def axes(config: RunConfig, inference: bool = False) -> dict[str, dict[str, int]
 
 
 def settings(config: RunConfig, inference: bool = False) -> dict[str, Any]:
-    """Return what decides which advice of diagnosis.py fits a run.
+    """Return the settings of a run on which the advice of diagnosis.py depends.
 
     `plannable`: whether `runtime.placement: planned` has an effect. `fused`: whether all switches of `fusion` are on.
     `limits`: the limits of memory and of tasks that the config sets.

@@ -100,8 +100,8 @@ def first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: Re
     """Return the trainer for this process's first step.
 
     The trainer starts with the weights of the checkpoint `point`. Without a checkpoint, it starts with the weights of
-    the model that `model.from` names. Without both, it starts with the weights of `spec.model`. The model then has no
-    weights: the tiles hold them, and the run's end copies no weights into the model."""
+    the model that `model.from` names. Without both, it starts with the weights of `spec.model`.
+    The trainer's model keeps no weights: the tiles hold them, and the run's end copies no weights into the model."""
     if point or config.model.from_ is not None:
         spec = replace(spec, model=point.model(config) if point else build_model(config))
     trainer = build_trainer(config, spec)
