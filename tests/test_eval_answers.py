@@ -8,6 +8,9 @@ import pytest
 from command import nntile
 from test_instructions import OURS, TALKS, folder
 
+from nntile_py.inference import evaluation
+from nntile_py.inference.evaluation_losses import causal_sums
+
 __all__ = ["folder"]  # a fixture
 
 
@@ -37,7 +40,11 @@ def test_eval_measures_the_held_out_loss_of_the_answers(
     loss = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["held_out_loss"]
     found = measured(capsys, run, *held)
     assert found["loss"] == pytest.approx(loss, abs=1e-6) and found["texts"] == 6 and "bits_per_byte" not in found
-    in_batches = measured(capsys, run, *held, "--batch", 4)
+    sizes = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation, "causal_sums", lambda *given: sizes.append(given[3]) or causal_sums(*given))
+        in_batches = measured(capsys, run, *held, "--batch", 4)
+    assert sizes[0][1] < 96  # the longest conversation
     assert in_batches["loss"] == pytest.approx(loss, abs=1e-6) and in_batches["tokens"] == found["tokens"]
     prompts = measured(capsys, run, *held, "--set", "data.prompt=q", "--set", "data.response=a")
     assert prompts["texts"] == 6 and prompts["tokens"] < found["tokens"]

@@ -188,7 +188,10 @@ def test_all_commands_open_a_run_whose_file_the_user_names(
     with nt.Generator(out, model_type=name) as generator:
         assert len(generator("the", max_tokens=2)[0].tokens) <= 2
     assert nt.Encoder.from_hf(out, "logits", model_type=name).of_tokens
-    assert nt.models.from_hf(out, model_type=name).config.embed == 12
+    model = nt.models.from_hf(out, model_type=name)
+    assert model.config.embed == 12
+    with pytest.raises(nt.ConfigError, match=r"^model_type: allowed with a folder$"):
+        nt.Generator(model, model_type=name)
 
 
 def test_an_attribute_type_of_a_transformers_model_is_no_model_type() -> None:

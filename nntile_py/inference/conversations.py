@@ -58,6 +58,7 @@ class Conversations:
         ids: The tokens of all conversations.
         cut: Number of conversations that were longer than `seq` tokens.
         left_out: Number of conversations that were left out.
+        longest: Tokens of the longest conversation.
 
     Raises:
         ConfigError: A row of the table is wrong, or no conversation has an answer.
@@ -73,6 +74,7 @@ class Conversations:
             need = "a larger --seq, or other data"
             raise ConfigError(f"--data: no conversation has an answer in its first {seq} tokens; allowed: {need}")
         self.ids, self.cut, self.left_out = tokens.ids, answered.cut, answered.left_out
+        self.longest = int(max(answered.lengths))
         self._tokens, self._answered = tokens, answered
 
     def __len__(self) -> int:

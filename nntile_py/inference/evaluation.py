@@ -176,7 +176,8 @@ def _answers(
         count = counted(conversations.left_out, "conversation")
         print(f"note: {count} left out, without an answer in the first {windows.seq} tokens", file=sys.stderr)
     with BoundModel(opened.model, **config.bound, owner="RUN") as bound:
-        sums = causal_sums(bound, conversations, len(conversations), (windows.batch, windows.seq), advance)
+        sizes = windows.batch, min(windows.seq, conversations.longest)
+        sums = causal_sums(bound, conversations, len(conversations), sizes, advance)
     loss, cut = sums.loss / sums.count, conversations.cut
     made = {"texts": len(conversations), "tokens": sums.count, "loss": loss, "perplexity": _exp(loss)}
     return made | ({"cut": cut} if cut else {})

@@ -85,6 +85,8 @@ class Generator:
         files: tuple[str, ...] = ()
         if isinstance(model, str | Path):
             model = open_model(model, {"type": model_type}, torch_modules=False)
+        elif model_type is not None:
+            raise ConfigError("model_type: allowed with a folder")
         if isinstance(model, OpenedModel):
             files = (str(model.tokenizer_file), str(model.folder)) if tokenizer is None else ()
             model, tokenizer = model.model, tokenizer or model.tokenizer

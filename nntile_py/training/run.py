@@ -87,8 +87,8 @@ def train(
     # Data, and the checkpoint to resume from.
     checkpoints = checkpoint.checkpoints_in(out)
     point = newest_checkpoint(resume, report) if resume else None
-    differences = check_same_config(point, config) if point else ""
     check_same_start(config, ranks, point)
+    differences = check_same_config(point, config) if point else ""
     if point and _all_trained(point, config, out, ranks, report):
         return 0
     if is_rank_0 and point:  # the folder of a new run has been checked before
