@@ -47,7 +47,7 @@ def run_folder(name: str, configured: str | None, option: Path | None, overwrite
 
 
 def check_writable(option: str, path: Path, folder: Path | None = None) -> None:
-    """Raise ConfigError if a command could not write its results, so that it ends before any work.
+    """Raise ConfigError if the folder for a command's results cannot be written to. Commands call this before any work.
 
     The check writes a temporary file without a name into the folder, or into the nearest folder above it that exists.
     The root user may write into any folder by its permissions, but not into a read-only file system. A full disk is no
@@ -62,8 +62,11 @@ def check_writable(option: str, path: Path, folder: Path | None = None) -> None:
         return
     need = "a folder to write to" if folder is None else "a file in a folder to write to"
     folder = path if folder is None else folder
+    nearest = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if nearest.is_file():
+        raise ConfigError(f"{option}: {nearest} is a file; allowed: {need}")
     try:
-        with tempfile.TemporaryFile(dir=next(one for one in (folder, *folder.absolute().parents) if one.exists())):
+        with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
         if error.errno not in (*NO_ROOM, errno.EIO):

@@ -166,8 +166,11 @@ def as_written(value: Any) -> str:
 def one_line(value: Any) -> str:
     """Return a value for a message as YAML on one line, such as {batch: 2}, cut to at most 60 characters.
 
-    A text is in quotes. A value that YAML lacks, such as an array, becomes repr(value)."""
-    text = repr(value) if isinstance(value, str) else as_written(value)
+    A text is in quotes. A value that YAML lacks, such as an array, becomes repr(value), and so does a long value:
+    YAML of 90,000 numbers takes seconds."""
+    text = repr(value)
+    if not isinstance(value, str) and len(text) <= 1000:
+        text = as_written(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -332,7 +334,7 @@ def test_the_status_of_an_error(tmp_path: Path) -> None:
     """2 where other input mends it, such as a path; 1 where the disk, the machine or the run is what failed."""
     (tmp_path / "file").touch()
     done = nntile(tmp_path, arguments=("--out", "file/run"))
-    assert done.returncode == 2 and "error: --out: file/run: Not a directory; allowed:" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"error: --out: {tmp_path}/file is a file; allowed:" in done.stderr, done.stderr
     for status, errors in {
         1: (OSError(errno.ENOSPC, "", "x"), OSError(errno.EIO, "", "x"), OSError(errno.ENOENT, ""), MemoryError(),
             NNTileError("x"), NotFinite("x")),
@@ -424,15 +426,22 @@ def fake_run(tmp_path: Path, trainer: Trainer, stop: list[str], steps: int) -> A
         lines.close()
 
 
-def test_a_terminal_of_80_columns_shows_the_last_step_once_with_its_speed(tmp_path: Path) -> None:
-    """The live display is gone at the end; the speed, which only it had, is then printed."""
+@contextmanager
+def shown(tmp_path: Path, *steps: int) -> Iterator[io.StringIO]:
+    """Show lines of steps on a terminal of 80 columns. The display ends after the body of `with`."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
     screen = io.StringIO()
     trainer: Any = SimpleNamespace(memory_bytes=lambda: 2**20)
     with Display(Console(file=screen, force_terminal=True, width=80), load(tmp_path / "tiny.yaml"), trainer) as display:
-        for step in (1, 12):
+        for step in steps:
             line = {"step": step, "loss": 5.0, "grad_norm": 1.0, "lr": 0.01}
             display.show(line | {"tokens_per_s": 96.0, "tflop_per_s": 0.002, "step_time_s": 0.5})
+        yield screen
+
+
+def test_a_terminal_of_80_columns_shows_the_last_step_once_with_its_speed(tmp_path: Path) -> None:
+    """The live display is gone at the end; the speed, which only it had, is then printed."""
+    with shown(tmp_path, 1, 12) as screen:
         screen.truncate(0)
         screen.seek(0)
     erased, _, left = screen.getvalue().rpartition("\x1b[2K")
@@ -441,13 +450,8 @@ def test_a_terminal_of_80_columns_shows_the_last_step_once_with_its_speed(tmp_pa
 
 
 def test_one_step_is_in_the_singular(tmp_path: Path) -> None:
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TREE))
-    screen = io.StringIO()
-    trainer: Any = SimpleNamespace(memory_bytes=lambda: 2**20)
-    with Display(Console(file=screen, force_terminal=True, width=80), load(tmp_path / "tiny.yaml"), trainer) as display:
-        for step in (1, 4):
-            line = {"step": step, "loss": 5.0, "grad_norm": 1.0, "lr": 0.01}
-            display.show(line | {"tokens_per_s": 96.0, "tflop_per_s": 0.002, "step_time_s": 0.5})
+    with shown(tmp_path, 1, 4) as screen:
+        pass
     assert "mean loss of 1 step 5.0" in screen.getvalue() and "mean loss of 2 steps 5.0" in screen.getvalue()
 
 

@@ -108,9 +108,6 @@ def _named_by(placed: Sequence[tuple[str, str]]) -> Iterator[None]:
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix not in (ONE_ARRAY, *NAMED):
         raise ConfigError(f"--out: got {out}; allowed: a name that ends in {', '.join((ONE_ARRAY, *NAMED))}")
-    above = next(one for one in out.absolute().parents if one.exists())
-    if not above.is_dir():
-        raise ConfigError(f"--out: {above} is a file; allowed: a file in a folder")
     if out.is_dir() or (out.exists() and not overwrite):
         what = "is a folder" if out.is_dir() else "exists already"
         raise ConfigError(f"--out: {out} {what}; allowed: the name of a new file, or --overwrite")

@@ -32,8 +32,8 @@ def run_steps(
     """Train the remaining steps of a run; stop early if a signal comes. A thread makes the batches.
 
     Returns:
-        The first held-out loss that can be compared with the last one, as (step after which it was measured, loss); and
-        the entries of the last measurement that this process made after a step, None if there was no such measurement.
+        (start, loss): the first held-out loss that can be compared with the last one, measured after step `start`.
+        last: the entries of the last measurement that this process made after a step; None without such a measurement.
     """
     with Prefetch(dataset.train, config.train.steps) as batches:
         return _run_steps(config, dataset, batches, trainer, metrics, display, saver, stop)
