@@ -267,6 +267,17 @@ def test_main_memory_for_what_leaves_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert not memory.has_room_for_evictions(lists, Gpu(peak // 2))  # type: ignore[arg-type]
 
 
+def test_few_tasks_in_flight_where_memory_is_full() -> None:
+    """Tasks of two micro-batches run at once only if memory has room for the tiles of both."""
+    built = replace(spec({}), grad_accumulation=2, recompute="layer").step()
+    lists, peak = [low.tasks for low in built.lists], built.peak_bytes()
+    tiles = {access.tile for task in lists[0].tasks for access in task.accesses}
+    temporary = sum(tile.bytes for tile in tiles if not tile.persistent)
+    assert temporary > 2 * lists[0].temporary_bytes()
+    for more, tasks in ((0, 32), (temporary // 2, 32), (temporary, 0)):
+        assert memory_checks.window(lists, Gpu(peak // 2, peak - peak // 2 + more)) == tasks  # type: ignore[arg-type]
+
+
 def test_a_run_holds_its_weights_in_tiles_only() -> None:
     """Arrays of a checkpoint's weights are freed when the tiles have them, and the end of a run makes no new ones."""
     config = load(Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml", ["train.batch=2", "train.seq=16"])

@@ -1,5 +1,6 @@
 """Programs and trainers that are wrong or fail: an exception that names the operator, and the runtime goes on."""
 
+import ctypes
 import gc
 import json
 from collections.abc import Iterator
@@ -112,6 +113,19 @@ def test_a_program_that_reads_what_it_has_freed(runtime: nt.Runtime) -> None:
     native.add(bodies=[late], codelet="transpose", name="late", tiles=[a, b], modes=["W", "R"])
     with pytest.raises(nt.TaskError, match="late: reads a tile before any task wrote it"):
         native.run([])
+
+
+def test_a_window_bounds_the_tasks_in_flight(runtime: nt.Runtime) -> None:
+    in_flight = ctypes.CDLL(_core.__file__).starpu_task_nsubmitted
+    a, b = tile(2000, 2000), tile(2000, 2000)
+    for window in (0, 3):
+        native = _core.Program(window=window)
+        for _ in range(30):  # they write the same tile, so they run one after the other, in milliseconds each
+            turned = body("transpose", "turned", [0, 1], [1, 0])
+            native.add(bodies=[turned], codelet="transpose", name="turned", tiles=[b, a], modes=["W", "R"])
+        native.run([])
+        assert (in_flight() > 3) == (window == 0), window
+        nt.Runtime.wait()
 
 
 # -- trainers that fail

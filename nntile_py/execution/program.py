@@ -223,7 +223,7 @@ def programs(
     if runtime.placement == "planned":
         count = [gpus or _core.cpu_workers()] * len(lists)
         lists = [place(*one, store.residency) for one in zip(lists, count, speeds, strict=True)]
-    held = memory.residents_of_step(runtime, lists, offload)
+    held, window = memory.residents_of_step(runtime, lists, offload), 0
     if gpus:
         order = order or range(len(lists))
         room = memory.room_to_plan(runtime, [lists[k] for k in order])
@@ -234,6 +234,7 @@ def programs(
         ]
         if room:
             _core.reserve_for_tiles()
+            window = memory_checks.window(lists, runtime)
         in_turn = [lists[k] for k in order]
         if mark_evictions(in_turn, room if room and not store.ranks else math.inf, offload):
             memory.limit_evictions(in_turn, runtime, offload)
@@ -242,7 +243,7 @@ def programs(
         delay(lists, gpus or _core.cpu_workers())
     for tasks in lists:
         memory_checks.check_tasks(tasks, runtime, in_step=len(lists) > 1)
-    return [Program(*one, store, tf32, checked, held) for one in zip(lists, shares, filled, strict=True)]
+    return [Program(*one, store, tf32, checked, held, window) for one in zip(lists, shares, filled, strict=True)]
 
 
 def _split_over_ranks(
@@ -281,11 +282,12 @@ class Program:
         shared: the parts of all ranks; None: there is one rank.
         filled: True: CUDA workers compute only the part of tiles that a step fills.
         residents: keys of tiles that the program holds between runs for their only task, see tiles/residents.py.
+        window: most tasks in flight while the program is submitted; 0: the runtime's window.
     """
 
     def __init__(
         self, tasks: TaskList, shared: RankLists | None, filled: bool, store: Store, tf32: bool, checked: bool,
-        residents: Collection[Hashable],
+        residents: Collection[Hashable], window: int = 0,
     ) -> None:  # fmt: skip
         capability = capability_of_devices()
         # True: all workers compute full tiles, because CUDA kernels do. CPU kernels could compute the filled part, but
@@ -294,7 +296,7 @@ class Program:
         self.list, self.tasks = tasks, len(tasks.tasks)
         self._store, self._shared, self._residents = store, shared, residents
         self.slots: list[str] = []
-        self.native = _core.Program(tf32, checked)
+        self.native = _core.Program(tf32, checked, window)
         handles: dict[Tile, _core.Tile] = {}
         for task in tasks.tasks:
             for tile in (*task.clears, *(access.tile for access in task.accesses)):

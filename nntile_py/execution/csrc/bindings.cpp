@@ -301,7 +301,7 @@ PYBIND11_MODULE(_core, m) {
       });
 
   py::class_<Program, std::unique_ptr<Program, DropProgram>>(m, "Program")
-      .def(py::init<bool, bool>(), py::arg("tf32") = false, py::arg("checked") = false)
+      .def(py::init<bool, bool, int>(), py::arg("tf32") = false, py::arg("checked") = false, py::arg("window") = 0)
       .def(
           "add",
           [](Program& program, const BodyList& bodies, const std::string& codelet, std::string name,

@@ -140,9 +140,10 @@ void submit(starpu_task* task, const std::string& name) {
   if (status) throw TaskError("task " + name + " was refused: " + std::strerror(-status));
 }
 
-void wait_for_window() {
-  if (g.window > 0 && starpu_task_nsubmitted() >= g.window)
-    wait_until([] { return starpu_task_nsubmitted() < g.window; });
+void wait_for_window(int window) {
+  if (g.window > 0) window = window > 0 ? std::min(window, g.window) : g.window;
+  if (window > 0 && starpu_task_nsubmitted() >= window)
+    wait_until([window] { return starpu_task_nsubmitted() < window; });
 }
 
 RegisterKernel::RegisterKernel(const char* name, c10::DeviceType where, Kernel kernel) {
@@ -183,7 +184,8 @@ int mode_of(const std::string& name) {
   return found->second;
 }
 
-Program::Program(bool tf32, bool checked) : generation_(g.generation), tf32_(tf32), checked_(checked) {}
+Program::Program(bool tf32, bool checked, int window)
+    : generation_(g.generation), tf32_(tf32), checked_(checked), window_(window) {}
 
 void Program::drop() {
   if (generation_ == g.generation && (running() || g.stuck)) {
@@ -319,7 +321,7 @@ uint32_t Program::run(const std::vector<double>& slots) {
       post(*message, replay, replay ? index++ : 0);
       continue;
     }
-    wait_for_window();
+    wait_for_window(window_);
     const auto& record = std::get<TaskRecord>(item);
     for (const auto& tile : record.tiles)  // another program's residents; a wait that an interrupt may end
       if (tile->holder != this) before_use(*tile);

@@ -140,7 +140,8 @@ class Copies {
 
 class Program {
  public:
-  explicit Program(bool tf32, bool checked = false);
+  // window: most tasks in flight when a task of the program is submitted; 0: the runtime's window.
+  explicit Program(bool tf32, bool checked = false, int window = 0);
   void drop();  // frees the program after its tasks, or never, if waiting is impossible
   void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet,
            const std::string& kind);  // kind: "cpu", "cuda", or "" for both
@@ -168,6 +169,7 @@ class Program {
   size_t slots_ = 0;
   unsigned generation_;
   bool tf32_, checked_;
+  int window_;
   uint64_t run_ = 0;
   bool finished_ = false, leaves_ = false;  // leaves_: some tasks evict tiles
   bool has_residents_ = false, holds_ = false, addressed_ = false;  // addressed_: the addresses of residents are known
