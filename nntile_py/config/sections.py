@@ -222,7 +222,8 @@ class RuntimeSection(Section):
     disk: DiskSection | None = None
     """Disk space for tiles that do not fit into main memory; needs `memory`."""
     window: Count | None = None
-    """Upper bound on the tasks that are submitted and have not ended; null: no bound."""
+    """Upper bound on the tasks that are submitted and have not ended; null: no bound, or 32 on a GPU if memory is
+    nearly full."""
     nodes: Count | None = None
     """Number of MPI ranks (machines) that a run needs; null: any number that mpirun or srun starts. A sweep starts each
     point with mpirun on this many ranks; null: without mpirun."""

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 TIGHT_GROUPS = 64  # number of task groups whose tiles fit on a GPU together, if not all tiles of a step fit
-# Share of a list's temporary tiles that are in memory at once if tasks run by priority instead of in order, so that two
-# micro-batches run at once: 0.58 in simulated steps of Llamas with 32 and 46 layers and recompute.
+# Share of a list's temporary tiles that are in memory at once if any number of tasks may be in flight: a GPU that waits
+# for tiles then begins the next micro-batch. 0.58 in simulated steps of Llamas with 32 and 46 layers and recompute.
 OUT_OF_ORDER = 0.6
-# Number of tasks in flight if memory has no room for these tiles. Only tasks in flight can run out of order: with 32 in
-# a simulated step of Llama with 46 layers, their tiles take 4 GiB more than tasks in order. The step of Llama 3.1 8B,
-# which has room for any number of tasks, takes 3 % longer with 32.
+# Bound on the tasks in flight if memory has no room for this share. Only tasks in flight can run out of order, so a
+# simulated step of a Llama with 46 layers takes only 4 GiB more than with tasks in order. If memory has room, the bound
+# costs time: a step of Llama 3.1 8B takes 3 % longer with it.
 IN_ORDER_WINDOW = 32
 MORE_PARTS = "more micro-batches (train.grad_accumulation) of a smaller train.batch"
 FEWER_ACTIVATIONS = f"{MORE_PARTS}, or recompute"
@@ -177,17 +177,18 @@ def has_room_for_evictions(lists: Sequence[TaskList], runtime: Workers, machine:
 
 
 def window(lists: Sequence[TaskList], runtime: Workers) -> int:
-    """Return how many tasks may be in flight on a GPU that does not hold all tiles; 0: as many as the runtime allows.
+    """Return the bound on the tasks in flight for a step whose tiles do not all fit on the GPU; 0: no bound.
 
     Args:
         lists: the task lists of a step, each once.
-        runtime: the GPU and the main memory, which hold all tiles together.
+        runtime: its GPU and main memory together have room for the step if tasks run in order.
     """
     tiles = [{access.tile for task in tasks.tasks for access in task.accesses} for tasks in lists]
     kept = {tile.key: tile.bytes for each in tiles for tile in each if tile.persistent}
     temporary = max(sum(tile.bytes for tile in each if not tile.persistent) for each in tiles)
     peak = max(tasks.peak_bytes(sum(kept.values())) for tasks in lists)
     room = main_memory(runtime) + (runtime.cuda_memory or 0)
+    # Cautious: `peak` has some temporary tiles, too.
     return 0 if peak + OUT_OF_ORDER * temporary <= room else IN_ORDER_WINDOW
 
 

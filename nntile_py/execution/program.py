@@ -282,7 +282,7 @@ class Program:
         shared: the parts of all ranks; None: there is one rank.
         filled: True: CUDA workers compute only the part of tiles that a step fills.
         residents: keys of tiles that the program holds between runs for their only task, see tiles/residents.py.
-        window: most tasks in flight while the program is submitted; 0: the runtime's window.
+        window: bound on the tasks in flight while the program is submitted, besides runtime.window; 0: no such bound.
     """
 
     def __init__(

@@ -73,7 +73,8 @@ class Runtime:
         cuda_memory: Memory of each GPU that tiles may take. Default: 85 % of it.
         disk: {path, size}: a folder for tiles that do not fit into `memory`, and the bytes that tiles may take in this
             folder. Optional: `kinds`, the kinds of tensors that may go there; see DiskSection.
-        window: Largest number of tasks that are submitted and have not ended. Default: no limit.
+        window: Largest number of tasks that are submitted and have not ended. Default: no limit, or 32 on a GPU if
+            memory is nearly full.
         calibrate: Measure the performance models of StarPU's dm* policies again.
         placement: "planned": a plan chooses the worker of each task, and `scheduler` has no effect (the default on
             several GPUs without CPU workers); "scheduler": the policy chooses.

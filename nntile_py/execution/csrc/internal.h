@@ -149,7 +149,7 @@ inline bool writes(int mode) { return mode & (STARPU_W | STARPU_REDUX); }
 // Sets the tiles of a task and their access modes.
 void set_tiles(starpu_task* task, const std::vector<std::shared_ptr<Tile>>& tiles, const std::vector<int>& modes);
 void submit(starpu_task* task, const std::string& name);
-void wait_for_window(int window = 0);  // until fewer tasks are in flight than this window, and than g.window
+void wait_for_window(int window = 0);  // until fewer tasks are in flight than `window` and g.window; 0: no bound
 
 void add_by_reduction(Tile& tile, Monoid monoid);  // allows REDUX access from now on
 

@@ -10,7 +10,7 @@
 
 namespace nntile {
 
-// Counts only: who calls it allocates and frees the buffers, and holds a lock.
+// Only bookkeeping: the caller allocates and frees the buffers, and holds a lock.
 class KeptBuffers {
  public:
   struct Buffer {
@@ -21,13 +21,13 @@ class KeptBuffers {
   // Counts a new buffer of a tile.
   void add(size_t bytes) { held_ += bytes; }
 
-  // Keeps a buffer whose tile has gone.
+  // Keeps a buffer that a tile has freed.
   void keep(Buffer buffer) {
     oldest_first_.push_back(buffer);
     by_size_.emplace(buffer.bytes, std::prev(oldest_first_.end()));
   }
 
-  // Returns the address of a kept buffer of this size, which is a tile's from now on; 0 if there is none.
+  // Returns the address of a kept buffer of this size, which now belongs to a tile; 0 if no kept buffer has this size.
   uintptr_t take(size_t bytes) {
     const auto found = by_size_.lower_bound(bytes);
     if (found == by_size_.end() || found->first != bytes) return 0;
@@ -37,8 +37,8 @@ class KeptBuffers {
     return address;
   }
 
-  // Removes kept buffers, from the oldest, until all buffers and `more` take at most `limit` bytes.
-  // Returns those removed.
+  // Removes kept buffers, the oldest first, until the buffers of tiles, kept buffers and `more` take at most `limit`
+  // bytes. Returns the removed buffers.
   std::vector<Buffer> trim(size_t more, size_t limit) {
     std::vector<Buffer> removed;
     while (!oldest_first_.empty() && held_ + more > limit) {
@@ -55,7 +55,7 @@ class KeptBuffers {
  private:
   std::list<Buffer> oldest_first_;
   std::multimap<size_t, std::list<Buffer>::iterator> by_size_;
-  size_t held_ = 0;  // bytes of all buffers, of tiles or kept
+  size_t held_ = 0;  // bytes of the buffers of tiles and of kept buffers
 };
 
 }  // namespace nntile

@@ -20,51 +20,54 @@ namespace blocks = c10::cuda::CUDACachingAllocator;
 
 constexpr size_t kForKernels = size_t{512} << 20;
 
-// Main memory of tiles. StarPU counts the bytes of tiles alone, so it knows that freed memory is free.
+// Main memory of tiles. StarPU counts the bytes of tiles, but not of kept buffers, so kept buffers do not stop
+// evictions.
 class MainMemory {
  public:
   // Returns the address of a buffer; 0 if there is no memory for it within the limit.
-  uintptr_t allocate(unsigned node, size_t bytes) {
-    if (starpu_memory_allocate(node, bytes, 0)) return 0;
+  uintptr_t allocate(size_t bytes) {
+    if (starpu_memory_allocate(STARPU_MAIN_RAM, bytes, 0)) return 0;
     auto address = take(bytes);
     if (!address) {
-      const auto limit = starpu_memory_get_total(node);
-      const size_t most = limit > 0 ? static_cast<size_t>(limit + limit / kShare) : SIZE_MAX;
-      free_kept(node, bytes, most);
-      address = starpu_malloc_on_node_flags(node, bytes, kFlags);
-      if (!address && free_kept(node, bytes, 0)) address = starpu_malloc_on_node_flags(node, bytes, kFlags);
+      free_kept(bytes, g.limit + g.limit / kShare);
+      address = pin(bytes);
+      if (!address && free_kept(bytes, 0)) address = pin(bytes);
       const std::lock_guard lock(mutex_);
       if (address) buffers_.add(bytes);
     }
-    if (!address) starpu_memory_deallocate(node, bytes);
+    if (!address) starpu_memory_deallocate(STARPU_MAIN_RAM, bytes);
     return address;
   }
 
-  void free(unsigned node, size_t bytes, uintptr_t address) {
+  void free(size_t bytes, uintptr_t address) {
     {
       const std::lock_guard lock(mutex_);
       buffers_.keep({address, bytes});
     }
-    if (!g.running) free_kept(node, 0, 0);
-    starpu_memory_deallocate(node, bytes);
+    if (!g.running) free_kept(0, 0);
+    starpu_memory_deallocate(STARPU_MAIN_RAM, bytes);
   }
 
-  // Frees kept buffers until all buffers and `more` take at most `limit` bytes; returns whether it freed one.
-  bool free_kept(unsigned node, size_t more, size_t limit) {
+  // Frees kept buffers until the buffers of tiles, kept buffers and `more` take at most `limit` bytes. Returns whether
+  // it freed any.
+  bool free_kept(size_t more, size_t limit) {
     std::vector<KeptBuffers::Buffer> freed;
     {
       const std::lock_guard lock(mutex_);
       freed = buffers_.trim(more, limit);
     }
-    for (const auto& [address, bytes] : freed) starpu_free_on_node_flags(node, address, bytes, kFlags);
+    for (const auto& [address, bytes] : freed) starpu_free_on_node_flags(STARPU_MAIN_RAM, address, bytes, kFlags);
     return !freed.empty();
   }
 
  private:
   static constexpr int kFlags = STARPU_MALLOC_PINNED;  // without STARPU_MALLOC_COUNT
-  // Kept buffers may exceed the limit by this part of it. When main memory is full, half of the bytes that leave a GPU
-  // would be pinned again without it; with it, one in fifty (simulated evictions of the tiles of a Llama).
-  static constexpr starpu_ssize_t kShare = 32;
+  // Buffers of tiles and kept buffers together may exceed the limit by 1 / kShare of it. Without this surplus, if main
+  // memory is full, half of the bytes that leave a GPU need newly pinned memory; with it, one byte in fifty does
+  // (simulated evictions of a Llama's tiles).
+  static constexpr size_t kShare = 32;
+
+  static uintptr_t pin(size_t bytes) { return starpu_malloc_on_node_flags(STARPU_MAIN_RAM, bytes, kFlags); }
 
   uintptr_t take(size_t bytes) {
     const std::lock_guard lock(mutex_);
@@ -169,12 +172,13 @@ uintptr_t allocate_on_device(unsigned node, size_t bytes) {
 
 bool is_device(unsigned node) { return starpu_node_get_kind(node) == STARPU_CUDA_RAM; }
 
-bool is_ours(unsigned node) { return g.cuda && (is_device(node) || starpu_node_get_kind(node) == STARPU_CPU_RAM); }
+// With STARPU_USE_NUMA, main memory has several nodes; StarPU itself allocates on those after the first.
+bool is_ours(unsigned node) { return g.cuda && (is_device(node) || node == STARPU_MAIN_RAM); }
 
 starpu_ssize_t allocate(void* buffer, unsigned node) {
   if (!is_ours(node)) return starpu_interface_variable_ops.allocate_data_on_node(buffer, node);
   const size_t bytes = STARPU_VARIABLE_GET_ELEMSIZE(buffer);
-  const auto address = is_device(node) ? allocate_on_device(node, bytes) : main_memory().allocate(node, bytes);
+  const auto address = is_device(node) ? allocate_on_device(node, bytes) : main_memory().allocate(bytes);
   if (!address) return -ENOMEM;
   auto& variable = *static_cast<starpu_variable_interface*>(buffer);
   variable.ptr = variable.dev_handle = address;
@@ -190,7 +194,7 @@ void free(void* buffer, unsigned node) {
     starpu_memory_deallocate(node, variable.elemsize);
     room(node).give_back();
   } else {
-    main_memory().free(node, variable.elemsize, variable.ptr);
+    main_memory().free(variable.elemsize, variable.ptr);
   }
   variable.ptr = variable.dev_handle = 0;
 }
@@ -198,7 +202,7 @@ void free(void* buffer, unsigned node) {
 }  // namespace
 
 void free_kept_memory() {
-  main_memory().free_kept(STARPU_MAIN_RAM, 0, 0);
+  main_memory().free_kept(0, 0);
   for (auto& reserved : g_reserved) reserved = false;  // the next runtime may use segments
 }
 

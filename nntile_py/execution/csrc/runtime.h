@@ -140,7 +140,7 @@ class Copies {
 
 class Program {
  public:
-  // window: most tasks in flight when a task of the program is submitted; 0: the runtime's window.
+  // window: bound on the tasks in flight while the program is submitted, besides g.window; 0: no such bound.
   explicit Program(bool tf32, bool checked = false, int window = 0);
   void drop();  // frees the program after its tasks, or never, if waiting is impossible
   void add(TaskRecord record, const std::vector<std::string>& kernels, const std::string& codelet,
