@@ -47,6 +47,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         ("compare run --out ro/x.png", "--out: ro/x.png"),
         ("report run --out ro/x.html", "--out: ro/x.html"),
         ("report run", "--out: run/report.html"),
+        ("experiment bt-table2 --results ro/x", "--results: ro/x"),
         ("encode run --input my.txt --out ro/x.npy", "--out: ro/x.npy"),
         ("data prepare my.txt ro/x", "OUT: ro/x"),
         ("merge run ro/x", "OUT: ro/x"),
@@ -67,6 +68,17 @@ def test_a_read_only_folder(
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {told}: Read-only file system; allowed: a f") and not shown.out
     assert not [*Path("ro").iterdir()]
+
+
+def test_a_results_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert nntile("experiment", "bt-table2", "--results", "file/x") == 2
+    assert f"error: --results: {tmp_path}/file is a file; allowed: a folder to write to" in capsys.readouterr().err
+    assert not Path("runs").exists()  # the experiment has not begun
+    assert nntile("experiment", "bt-table2", "--plan", "--results", "file/x") == 0  # writes nothing
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
