@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Generic, Self
 
@@ -17,8 +17,8 @@ from nntile_py.graph.lora import is_adapter, merged
 from nntile_py.graph.params import Batch, Param, Traced, trace
 from nntile_py.models.hf_config import (
     HEAD_KEYS,
+    StoredWeights,
     Weights,
-    arrays,
     check_layers,
     check_type,
     choice,
@@ -73,7 +73,7 @@ class Model(Generic[ConfigT]):
         if not isinstance(config, self.Config):
             raise ConfigError(f"model: got {type(config).__name__}; allowed: {self.Config.__name__}(...)")
         self.config, self.seed, self.hf = config, seed, dict(hf or {})
-        self._weights = weights
+        self._weights: Weights | StoredWeights | None = weights
         self._params: list[Param] | None = None
 
     def __repr__(self) -> str:
@@ -125,9 +125,11 @@ class Model(Generic[ConfigT]):
 
     @property
     def weights(self) -> Weights:
-        """{name in the checkpoint: numpy array}. Random weights are drawn at the first use."""
+        """{name in the checkpoint: numpy array}. The first use draws random weights, and makes 16-bit ones fp32."""
         if self._weights is None:
             self._weights = initial_weights(self.params(), self.seed)
+        elif isinstance(self._weights, StoredWeights):
+            self._weights = self._weights.arrays
         return self._weights
 
     @weights.setter
@@ -135,14 +137,15 @@ class Model(Generic[ConfigT]):
         self._weights = weights
 
     def first_weights(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Return the initial weights: `weights` if they exist, else DrawnWeights, which holds one array at a time."""
-        if self._weights is None and type(self).weights is Model.weights:
-            return DrawnWeights(self.params(), self.seed)
+        """Return the initial weights: `weights`, or a mapping that draws or converts an array when it is read."""
+        if type(self).weights is Model.weights and not isinstance(self._weights, dict):
+            return DrawnWeights(self.params(), self.seed) if self._weights is None else self._weights
         return self.weights
 
     def changed(self, **fields: Any) -> Self:
         """Return a model with the same weights and some config fields changed, such as attention="merge"."""
-        return type(self)(self.config.changed(**fields), self._weights, seed=self.seed, hf=self.hf)
+        weights: Any = self._weights  # dict, or StoredWeights, which are not converted here
+        return type(self)(self.config.changed(**fields), weights, seed=self.seed, hf=self.hf)
 
     def merged(self) -> Self:
         """Return the model with its adapters (model.lora) added to the weights, and without adapters."""
@@ -227,22 +230,25 @@ class Model(Generic[ConfigT]):
                 raise ConfigError(f"model: the checkpoint's {copy} differs from {weight}; allowed: {need}")
         new = model._new_head(saved, tensors)
         model.check_adapters(tensors)
-        weights = arrays({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
+        weights = StoredWeights({name: tensors[name] for name in shapes if name in tensors and name not in (new or ())})
         if new is not None:
             # The saved model may have been initialised from the same seed; the hash makes the new weights differ.
             old_head = zlib.crc32(repr([saved.get(name) for name in cls.head_fields]).encode())
             drawn = initial_weights(model.params(), [seed, old_head])
-            weights |= {name: drawn[name] for name in new}
+            weights.add({name: drawn[name] for name in new})
             model.hf = {key: value for key, value in raw.items() if key not in HEAD_KEYS}
-        weights |= model.new_adapters(weights)
+        weights.add(model.new_adapters(weights))
         for param in model.params():
-            for one in param.sources:
-                one.check(weights)
+            for source_of_param in param.sources:
+                source_of_param.check_shape(weights.shape(source_of_param.weight))
         check_layers(shapes, tensors)
-        model.weights = weights
+        if cls.weights is Model.weights:
+            model._weights = weights
+        else:  # a subclass has its own attribute `weights`
+            model.weights = weights.arrays
         return model
 
-    def new_adapters(self, weights: Weights) -> Weights:
+    def new_adapters(self, weights: Collection[str]) -> Weights:
         """Return {name: initial values} of this model's adapters that `weights` lack."""
         if not self.config.lora:
             return {}

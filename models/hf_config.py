@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from nntile_py.system.folders import is_name, read
 from nntile_py.tasks.activation import ACTIVATIONS as OURS
 from nntile_py.tasks.activation import ActivationName
 
-Weights = dict[str, np.ndarray[Any, Any]]
+Array = np.ndarray[Any, Any]
+Weights = dict[str, Array]
 # Keys of config.json that describe the head.
 HEAD_KEYS = ("architectures", "num_labels", "id2label", "label2id", "problem_type")
 # {activation in transformers: its name in nntile_py}
@@ -158,27 +160,75 @@ def translated(tensors: dict[str, Any], names: Collection[str], prefix: str, old
     return result
 
 
-def arrays(tensors: Mapping[str, Any]) -> Weights:
-    """Return the weights as numpy arrays: fp64 if all of them are fp64, otherwise fp32.
+class StoredWeights(Mapping[str, Array]):
+    """A checkpoint's weights as numpy arrays: fp64 if all of them are fp64, otherwise fp32.
+
+    A 16-bit weight is converted when it is read. Only the array read last is kept, so a trainer fills its tiles without
+    an fp32 copy of the whole model.
+
+    Args:
+        tensors: {name: torch tensor}.
 
     Raises:
         ConfigError: A weight is not floating-point (as in a quantised model), or has values that are not finite.
     """
-    import torch
 
-    for name, value in tensors.items():
-        if value.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            kind = str(value.dtype).removeprefix("torch.")
-            raise ConfigError(f"model: weight {name} is {kind}; allowed: float16, bfloat16, float32, float64")
-        if value.is_meta:
-            raise ConfigError(f"model: weight {name} has no values, since it is on the device meta; allowed: cpu")
-    double = all(value.dtype == torch.float64 for value in tensors.values())
-    result = {name: (value if double else value.float()).numpy() for name, value in tensors.items()}
-    for name, array in result.items():
-        if not np.isfinite(array).all():
-            kind = "float64" if double else "float32"
-            raise ConfigError(f"model: weight {name} has values that are not finite in {kind}; allowed: finite values")
-    return result
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        import torch
+
+        half = (torch.float16, torch.bfloat16)
+        for name, value in tensors.items():
+            if value.dtype not in (*half, torch.float32, torch.float64):
+                kind = str(value.dtype).removeprefix("torch.")
+                raise ConfigError(f"model: weight {name} is {kind}; allowed: float16, bfloat16, float32, float64")
+            if value.is_meta:
+                raise ConfigError(f"model: weight {name} has no values, since it is on the device meta; allowed: cpu")
+        double = all(value.dtype == torch.float64 for value in tensors.values())
+        self._stored: dict[str, Any] = {  # 16-bit torch tensors, and arrays
+            name: value if value.dtype in half else (value if double else value.float()).numpy()
+            for name, value in tensors.items()
+        }
+        self._last: tuple[str, Array] | None = None
+        for name, value in self._stored.items():
+            finite = np.isfinite(value) if isinstance(value, np.ndarray) else torch.isfinite(value)
+            if not finite.all():
+                kind = "float64" if double else "float32"
+                raise ConfigError(
+                    f"model: weight {name} has values that are not finite in {kind}; allowed: finite values"
+                )
+
+    def __getitem__(self, name: str) -> Array:
+        value = self.arrays[name] if "arrays" in vars(self) else self._stored[name]
+        if isinstance(value, np.ndarray):
+            return value
+        if self._last is None or self._last[0] != name:
+            self._last = None  # frees the array before the next is allocated
+            self._last = name, value.float().numpy()
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def add(self, weights: Weights) -> None:
+        """Add arrays to the weights, in place of weights of the same names."""
+        self._stored |= weights
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a weight without conversion; None if there is no such weight."""
+        return tuple(self._stored[name].shape) if name in self._stored else None
+
+    @cached_property
+    def arrays(self) -> Weights:
+        """All weights, converted. From then on, reading a weight returns one of these arrays."""
+        return {name: self[name] for name in self}
+
+
+def arrays(tensors: Mapping[str, Any]) -> Weights:
+    """Return torch tensors as numpy arrays: see StoredWeights, which also has the errors."""
+    return StoredWeights(tensors).arrays
 
 
 def check_layers(shapes: Mapping[str, Any], found: Mapping[str, Any]) -> None:

@@ -239,14 +239,22 @@ def class_in(source: Any, model_type: Any = None, saved: Any = None, *, torch_mo
 
 
 def _is_captured(name: str) -> bool:
-    """Return whether my_file.py:NAME is a function or a class of torch.nn.Module. The file's code does not run."""
+    """Return whether my_file.py:NAME is a function or a class of torch.nn.Module. The file's code does not run.
+
+    Base classes that the file imports count as modules if they are `Module`, `nn.NAME` or `torch.nn.NAME`."""
     file, wanted = code_of(name), name.rpartition(":")[2]
     with suppress(OSError, SyntaxError, ValueError):
-        for node in ast.parse(file.read_bytes()).body if file else ():
-            if isinstance(node, ast.FunctionDef) and node.name == wanted:
+        body = ast.parse(file.read_bytes()).body if file else []
+        own = {node.name: node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        classes = [wanted] if wanted in own else []  # with its base classes, which the loop appends
+        for cls in classes:
+            node = own.get(cls)
+            if isinstance(node, ast.ClassDef):
+                bases = (ast.unparse(base).partition("[")[0] for base in node.bases)
+                classes += [base for base in bases if base not in classes]
+            elif node is None and (cls.rpartition(".")[2] == "Module" or cls.startswith(("nn.", "torch.nn."))):
                 return True
-            if isinstance(node, ast.ClassDef) and node.name == wanted:
-                return any(ast.unparse(base).rpartition(".")[2] == "Module" for base in node.bases)
+        return isinstance(own.get(wanted), ast.FunctionDef)
     return False
 
 

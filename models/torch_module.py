@@ -143,7 +143,7 @@ class TorchModule(Model[TorchConfig]):
             made = self.module if self.function else self._made(initialised=True)
             self._weights = arrays(_state_of(made))
             self._weights |= self.new_adapters(self._weights)
-        return self._weights
+        return super().weights
 
     @weights.setter
     def weights(self, weights: Weights) -> None:

@@ -170,7 +170,9 @@ def test_a_run_that_is_there_is_not_lost(tmp_path: Path) -> None:
     assert "--out: runs/tiny" in refused.stderr
     assert "--overwrite" in refused.stderr and "--resume" not in refused.stderr  # no run that could go on
     short = ("train.steps=1", "sample.tokens=0")
-    assert nntile(tmp_path, *short).returncode == 0  # no folder was named: the next free number
+    done = nntile(tmp_path, *short)
+    assert done.returncode == 0  # no folder was named: the next free number
+    assert "note: optimizer.warmup_steps = 2 is more than train.steps = 1: " in done.stdout
     assert len(metrics(tmp_path / "runs" / "tiny-2")) == 1
     assert [path.name for path in (tmp_path / "runs" / "tiny").iterdir()] == ["note.txt"]
     assert nntile(tmp_path, *short, arguments=("--out", "runs/tiny", "--overwrite")).returncode == 0

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from model_cases import ADAMW, BATCH, CASES, SEQ, VOCAB, by_part, made, reference, same
 from pairwise import covering
 
 import nntile_py as nt
 from nntile_py.graph.random_inputs import random_inputs
 from nntile_py.models.deberta_parts import distance_rows, log_buckets
+from nntile_py.models.hf_config import StoredWeights
 from nntile_py.testing import error
 
 EVEN = {"batch": 2, "seq": 6, "embed": 12, "heads": 2, "ffn": 20, "vocab": 30}
@@ -300,3 +302,45 @@ def test_learning_rates(runtime: nt.Runtime) -> None:
         for call in (after, lambda lr: nt.AdamW(lr=lr)):
             with pytest.raises(nt.ConfigError, match=r"optimizer\.lr: got .*; allowed: a number of at least 0"):
                 call(wrong)
+
+
+def small_llama() -> Any:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=20, max_position_embeddings=SEQ))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_are_converted_one_by_one(runtime: nt.Runtime, tmp_path: Path, dtype: torch.dtype) -> None:
+    """While a trainer fills its tiles, no fp32 copy of the whole model exists."""
+    hf = small_llama().to(dtype)
+    hf.save_pretrained(tmp_path)
+    want = {name: value.float().numpy() for name, value in hf.state_dict().items()}
+    for source in hf, tmp_path:
+        model = nt.models.from_hf(source, lora={"rank": 2, "targets": ["q_proj"]})
+        other = model.changed(attention="naive")
+        trainer = nt.Trainer(model, BATCH, SEQ)
+        stored = model._weights
+        assert isinstance(stored, StoredWeights) and "arrays" not in vars(stored)
+        assert trainer.parameters[0] < trainer.parameters[1]
+        converted = [name for name in stored if stored[name] is not stored._stored[name]]
+        assert {*converted} == {*want} & {*stored} and len(stored) > len(converted)  # adapters are fp32 arrays
+        weights = model.weights
+        assert weights is other.weights and other.first_weights() is weights is model.weights
+        assert all(np.array_equal(weights[name], want[name]) for name in converted)
+        saved = trainer.state_dict()
+        assert all(np.array_equal(saved[name], want[name]) for name in converted)
+        trainer.close()
+
+
+def test_a_model_with_its_own_weights_gets_arrays() -> None:
+    class Own(nt.models.Llama):
+        @property
+        def weights(self) -> Any:
+            return self.kept
+
+        @weights.setter
+        def weights(self, weights: Any) -> None:
+            self.kept = weights
+
+    model = Own.from_hf(small_llama().to(torch.bfloat16))
+    assert type(model.weights) is dict and {one.dtype for one in model.weights.values()} == {np.dtype("float32")}

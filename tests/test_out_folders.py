@@ -47,6 +47,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
         ("compare run --out ro/x.png", "--out: ro/x.png"),
         ("report run --out ro/x.html", "--out: ro/x.html"),
         ("report run", "--out: run/report.html"),
+        ("report damaged --out ro/x.html", "--out: ro/x.html"),
+        ("compare damaged --out ro/x.png", "--out: ro/x.png"),
+        ("experiment bt-table2 --results ro/x", "--results: ro/x"),
         ("encode run --input my.txt --out ro/x.npy", "--out: ro/x.npy"),
         ("data prepare my.txt ro/x", "OUT: ro/x"),
         ("merge run ro/x", "OUT: ro/x"),
@@ -56,17 +59,36 @@ def test_a_read_only_folder(
     arguments: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in "ro", "run":
+    for folder in "ro", "run", "damaged":
         Path(folder).mkdir()
     Path("my.yaml").write_text(yaml.safe_dump(CONFIG))
     Path("my.txt").write_text("a text\n")
     Path("run/config.yaml").write_text(yaml.safe_dump(CONFIG))
     Path("run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    Path("damaged/metrics.jsonl").write_text("no JSON\n")
     refuse(monkeypatch, errno.EROFS)
     assert nntile(*arguments.split()) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {told}: Read-only file system; allowed: a f") and not shown.out
     assert not [*Path("ro").iterdir()]
+
+
+def test_a_results_folder_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert nntile("experiment", "bt-table2", "--results", "file/x") == 2
+    assert f"error: --results: {tmp_path}/file is a file; allowed: a folder to write to" in capsys.readouterr().err
+    assert not Path("runs").exists()  # the experiment has not begun
+    assert nntile("experiment", "bt-table2", "--plan", "--results", "file/x") == 0  # writes nothing
+
+
+def test_a_report_of_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message is about RUN, as the user has given no --out."""
+    (tmp_path / "file").touch()
+    assert nntile("report", tmp_path / "file") == 2
+    assert "error: RUN:" in capsys.readouterr().err
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

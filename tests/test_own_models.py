@@ -207,7 +207,13 @@ def test_a_captured_module_is_refused_before_its_code_would_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`generate`, `serve` and `encode` cannot use it, so they do not ask for trust in its file."""
-    for number, body in enumerate(("def Mix(vocab):\n    pass\n", "class Mix(nn.Module):\n    pass\n")):
+    bodies = (
+        "def Mix(vocab):\n    pass\n",
+        "class Mix(nn.Module):\n    pass\n",
+        "class Top(nn.Module, Generic[T]):\n    pass\nclass Base(Top[int]):\n    pass\nclass Mix(Base):\n    pass\n",
+        "class Mix(torch.nn.Sequential):\n    pass\n",
+    )
+    for number, body in enumerate(bodies):
         out = tmp_path / f"run{number}"
         out.mkdir()
         (tmp_path / "module.py").write_text(body)
@@ -220,6 +226,23 @@ def test_a_captured_module_is_refused_before_its_code_would_run(
             assert "module.py:Mix is a captured PyTorch module, which generates no text" in capsys.readouterr().err
         with pytest.raises(nt.ConfigError, match=r"allowed: --set model\.type="):
             open_model(out)  # as `nntile eval`, which can measure it
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "class Mix(nt.Model[Sizes]):\n    pass\n",
+        "class Module(nt.Model):\n    pass\nclass Mix(Module):\n    pass\n",
+        "class Mix(Base):\n    pass\nclass Base(Mix):\n    pass\n",
+        "class Other(nn.Module):\n    pass\nMix = 3\n",
+        "class Mix(\n",
+    ],
+)
+def test_other_code_is_no_captured_module(body: str, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(body)
+    (tmp_path / "config.json").write_text(json.dumps({"type": f"{tmp_path}/module.py:Mix"}))
+    with pytest.raises(nt.ConfigError, match=r"allowed: --set model\.type="):
+        registry.class_in(tmp_path, torch_modules=False)
 
 
 @pytest.mark.parametrize("outputs", ["{}", '{"scores": logits}', '{"logits": ids}'])

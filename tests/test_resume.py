@@ -416,6 +416,8 @@ def test_a_run_that_has_trained_all_steps(whole: Path, tmp_path: Path) -> None:
         assert {path: path.stat().st_mtime_ns for path in run.rglob("*")}.keys() == before.keys()
         (run / "model.safetensors").unlink()
         (run / "model.safetensors").write_text("a user's")
+    done = forks.run([*begin, str(run), "--set", "optimizer.warmup_steps=99"], **HOW, cwd=tmp_path, check=False)
+    assert "all 12 steps are trained" in done.stdout and "note:" not in done.stdout  # no warm-up takes place
     for arguments in ("--out", "other"), ("--set", "train.steps=11"):
         done = forks.run([*begin, str(run), *arguments], **HOW, cwd=tmp_path, check=False)
         assert done.returncode == 2 and "allowed with --resume: more" in done.stderr and "reading" not in done.stdout

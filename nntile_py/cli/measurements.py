@@ -84,6 +84,8 @@ def experiment(
     if only_plan:
         show(parts.plan(chosen, scale, how, sets or []))
         return
+    if results:
+        check_writable("--results", results)
     own = "-".join(filter(None, (name, scale, mode)))
     if not chosen.goes_on:
         folder = run_folder(own, None, out, overwrite)

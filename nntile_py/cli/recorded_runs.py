@@ -65,7 +65,8 @@ def report(
     path = out or run / "report.html"
     if path.suffix != ".html":
         raise ConfigError(f"--out: got {path}; allowed: a name that ends with .html")
+    if out or run.is_dir():  # otherwise the error is about RUN, see read_run
+        check_writable("--out", path, path.parent)
     recorded = read_run(run)
-    check_writable("--out", path, path.parent)
     replace_file(path, report_page(recorded))
     print(f"wrote {path}")

@@ -23,7 +23,6 @@ from nntile_py.errors import ConfigError
 from nntile_py.system.folders import STDLIB, files_in, stdlib, stdlib_files
 
 OPTION = "SOURCE"  # key of the source in messages of `nntile data prepare`
-_OR_TEXTS = "; for texts: --set data.messages=null"  # in messages of `nntile eval`
 PART = 4 * 2**20  # bytes or characters; a longer document has several parts, which are tokenized one after the other
 # Where a part may end, best place first. The tokenizers of GPT-2, Llama 3 and others split text at a line end between
 # two characters that are not blank. They give the same tokens for the parts as for the whole document.
@@ -160,7 +159,7 @@ class Documents:
         """
         tolerant = Path(self.source).is_dir() and self.source != STDLIB and not is_dataset(Path(self.source))
         if self.instructions and not is_table(path):
-            need = f"instructions: {table_names()}{_OR_TEXTS * (self.key == '--data')}"
+            need = f"instructions: {table_names()}{self._or_texts}"
             raise ConfigError(f"{self.key}: {path} is no table; allowed for {need}")
         parts = self._rows(path) if is_table(path) else self._cut(self._decoded(path, most))
         if not tolerant:
@@ -181,6 +180,11 @@ class Documents:
         except _NoText as error:
             self._leave_out(path, f"{format_suffix(path)} that is {error.kind}")
 
+    @property
+    def _or_texts(self) -> str:
+        """End of messages of `nntile eval`, whose --data may also be texts; "" for other commands."""
+        return "; for texts: --set data.messages=null" if self.key == "--data" else ""
+
     def _leave_out(self, path: Path, why: str) -> None:
         self.left_out[why] += 1
         self.files.remove(path)
@@ -190,7 +194,7 @@ class Documents:
         if of:
             names = " and ".join(map(repr, of.columns))
             keys = "data.messages, or data.prompt and data.response"
-            need = f"a table with {names} ({keys}): {table_names()}{_OR_TEXTS * (self.key == '--data')}"
+            need = f"a table with {names} ({keys}): {table_names()}{self._or_texts}"
             for number, row in read_rows(where, path, of.columns, need):
                 if spans := of.render(f"{where}, {place(path, number)}", row):
                     yield TextPart(spans.text, learned=spans.learned)

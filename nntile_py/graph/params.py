@@ -42,12 +42,16 @@ class Source:
 
     def check(self, weights: Weights) -> None:
         """Raise ConfigError if the weight is missing, has another shape, or holds no floating-point numbers."""
-        if self.weight not in weights:
-            raise MissingWeight(f"model: weight {self.weight} is missing")
-        if (shape := np.shape(weights[self.weight])) != self.shape:
-            raise ConfigError(f"model: weight {self.weight} has shape {shape}, expected {self.shape}")
+        self.check_shape(np.shape(weights[self.weight]) if self.weight in weights else None)
         if (dtype := np.asarray(weights[self.weight]).dtype) not in (np.float16, np.float32, np.float64):
             raise ConfigError(f"model: weight {self.weight} is {dtype}; allowed: float16, float32, float64")
+
+    def check_shape(self, shape: tuple[int, ...] | None) -> None:
+        """Raise ConfigError if a checkpoint's weight has another shape, or is missing (None)."""
+        if shape is None:
+            raise MissingWeight(f"model: weight {self.weight} is missing")
+        if shape != self.shape:
+            raise ConfigError(f"model: weight {self.weight} has shape {shape}, expected {self.shape}")
 
     def take(self, weights: Weights) -> Array:
         """Return the weight's values for the part `at` of the parameter; raises ConfigError as `check` does."""

@@ -79,8 +79,6 @@ def train(
     if ranks:  # no live display: mpirun's pipes look like a terminal, but are none
         console = Console(quiet=not is_rank_0, force_terminal=False)
     report = partial(say, console)
-    if config.short_warmup:
-        report(f"note: {config.short_warmup}")
     if is_rank_0:
         check_folders(out, rescue, replaces, resume)
 
@@ -91,6 +89,8 @@ def train(
     differences = check_same_config(point, config) if point else ""
     if point and _all_trained(point, config, out, ranks, report):
         return 0
+    if config.short_warmup:
+        report(f"note: {config.short_warmup}")
     if is_rank_0 and point:  # the folder of a new run has been checked before
         check_writable("--resume", out)
     dataset, data = _read_data(config, spec, runtime, out, report)

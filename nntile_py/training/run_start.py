@@ -105,7 +105,7 @@ def first_trainer(config: RunConfig, spec: StepSpec, runtime: Runtime, point: Re
     if point or config.model.from_ is not None:
         spec = replace(spec, model=point.model(config) if point else build_model(config))
     trainer = build_trainer(config, spec)
-    trainer.model.weights = {}  # frees fp32 copies of the weights of a checkpoint in bf16 or fp16
+    trainer.model.weights = {}  # frees the arrays of a checkpoint
     trainer.copies_at_end = False
     if runtime.ranks:
         runtime.forget(trainer)  # close() is a collective operation, and a failed rank does not call it
