@@ -278,6 +278,13 @@ def test_few_tasks_in_flight_where_memory_is_full() -> None:
         assert memory_checks.window(lists, Gpu(peak // 2, peak - peak // 2 + more)) == tasks  # type: ignore[arg-type]
 
 
+def test_pinned_memory_leaves_room_for_the_process() -> None:
+    whole = machine_memory()
+    assert nt.Runtime(memory=1 << 30)._pinned() == 33 << 25
+    assert nt.Runtime(memory=2 * whole)._pinned() == whole
+    assert 0.7 * whole < nt.Runtime()._pinned() < 0.9 * whole  # the process has other arrays too
+
+
 def test_a_run_holds_its_weights_in_tiles_only() -> None:
     """Arrays of a checkpoint's weights are freed when the tiles have them, and the end of a run makes no new ones."""
     config = load(Path(__file__).parents[1] / "experiments/gpt2_tiny.yaml", ["train.batch=2", "train.seq=16"])

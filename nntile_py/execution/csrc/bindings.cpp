@@ -165,9 +165,12 @@ PYBIND11_MODULE(_core, m) {
   m.def(
       "start",
       [](int cpus, const std::string& scheduler, int window, bool calibrate, size_t memory, int cuda, bool disk,
-         size_t page, int ahead) { start({cpus, scheduler, window, calibrate, memory, cuda, disk, page, ahead}); },
+         size_t page, int ahead, size_t pinned) {
+        start({cpus, scheduler, window, calibrate, memory, cuda, disk, page, ahead, pinned});
+      },
       py::arg("cpus"), py::arg("scheduler"), py::arg("window"), py::arg("calibrate"), py::arg("memory"),
-      py::arg("cuda") = 0, py::arg("disk") = false, py::arg("page") = 1, py::arg("ahead") = 0, release());
+      py::arg("cuda") = 0, py::arg("disk") = false, py::arg("page") = 1, py::arg("ahead") = 0,
+      py::arg("pinned") = 0, release());
 #ifdef NNTILE_CUDA
   m.attr("has_cuda") = true;
 #else

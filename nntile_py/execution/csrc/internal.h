@@ -25,6 +25,7 @@ struct Shared {
   // worker then launches no tasks ahead.
   std::atomic<bool> reduces{false};
   size_t limit = 0;  // maximum bytes of tiles
+  size_t pinned = 0;  // maximum bytes of tiles and kept buffers in main memory
   size_t page = 1;   // sizes of handles are multiples of this
 
   std::atomic<uint64_t> ended{0};  // number of tasks, messages and writes of tiles that have ended

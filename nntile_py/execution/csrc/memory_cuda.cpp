@@ -29,7 +29,7 @@ class MainMemory {
     if (starpu_memory_allocate(STARPU_MAIN_RAM, bytes, 0)) return 0;
     auto address = take(bytes);
     if (!address) {
-      free_kept(bytes, g.limit + g.limit / kShare);
+      free_kept(bytes, g.pinned);
       address = pin(bytes);
       if (!address && free_kept(bytes, 0)) address = pin(bytes);
       const std::lock_guard lock(mutex_);
@@ -62,11 +62,6 @@ class MainMemory {
 
  private:
   static constexpr int kFlags = STARPU_MALLOC_PINNED;  // without STARPU_MALLOC_COUNT
-  // Buffers of tiles and kept buffers together may exceed the limit by 1 / kShare of it. Without this surplus, if main
-  // memory is full, half of the bytes that leave a GPU need newly pinned memory; with it, one byte in fifty does
-  // (simulated evictions of a Llama's tiles).
-  static constexpr size_t kShare = 32;
-
   static uintptr_t pin(size_t bytes) { return starpu_malloc_on_node_flags(STARPU_MAIN_RAM, bytes, kFlags); }
 
   uintptr_t take(size_t bytes) {

@@ -155,6 +155,7 @@ void start(const RuntimeOptions& options) {
   g.cpus = static_cast<int>(starpu_cpu_worker_get_count());
   g.cuda = static_cast<int>(starpu_cuda_worker_get_count());
   g.limit = options.memory;
+  g.pinned = options.pinned;
   g.page = options.page;
   ++g.generation;
   starpu_execute_on_each_worker(

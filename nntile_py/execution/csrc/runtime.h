@@ -36,6 +36,7 @@ struct RuntimeOptions {
   bool disk = false;  // STARPU_DISK_SWAP names a folder for evicted tiles
   size_t page = 1;    // sizes of tiles are multiples of this
   int ahead = 0;      // tasks that a CUDA worker launches before an earlier task has ended; 0 if the policy times tasks
+  size_t pinned = 0;  // with CUDA workers: maximum bytes of main memory for tiles and for buffers kept for later tiles
 };
 
 void start(const RuntimeOptions& options);
