@@ -125,7 +125,7 @@ class Model(Generic[ConfigT]):
 
     @property
     def weights(self) -> Weights:
-        """{name in the checkpoint: numpy array}. The first use draws random weights, and makes 16-bit ones fp32."""
+        """{name in the checkpoint: numpy array}. The first use draws random weights, or makes 16-bit weights fp32."""
         if self._weights is None:
             self._weights = initial_weights(self.params(), self.seed)
         elif isinstance(self._weights, StoredWeights):
