@@ -163,8 +163,8 @@ def translated(tensors: dict[str, Any], names: Collection[str], prefix: str, old
 class StoredWeights(Mapping[str, Array]):
     """A checkpoint's weights as numpy arrays: fp64 if all of them are fp64, otherwise fp32.
 
-    A 16-bit weight is converted when it is read. Only the last converted array is kept, so a trainer fills its tiles without
-    an fp32 copy of the whole model.
+    A 16-bit weight is converted when it is read. Only the last converted array is kept, so a trainer fills its tiles
+    without an fp32 copy of the whole model.
 
     Args:
         tensors: {name: torch tensor}.
